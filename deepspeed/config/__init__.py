@@ -1,4 +1,4 @@
-"""The JSON configuration: one typed section per file, parsed once, every value with its source."""
+"""JSON configuration: typed sections, parsed once, with the origin of every value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_config`, or `python -m deepspeed.config`: explains a configuration, or writes the reference of all keys."""
+"""Command `ds_config` (`python -m deepspeed.config`): explains a configuration, or writes the reference of all keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command `ds_config`.
 
     Args:
         arguments: command line without the program's name; None: the process's command line.
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try_optimizer(config: DeepSpeedConfig) -> None:
-    """Create the optimizer of the JSON like `initialize`, over one small matrix, to check its arguments."""
+    """Check the arguments of the JSON's optimizer: create it like `initialize`, over one small matrix."""
     import torch
 
     from deepspeed.optim.build import build_configured

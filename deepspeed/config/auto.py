@@ -49,7 +49,7 @@ class AutoRule:
 
     Args:
         find: computes the value; None: it is unknown.
-        becomes: description of the value, for the documentation.
+        becomes: description of the value, for the configuration reference.
         needs: advice in the error for an unknown value; empty: the key's default is used.
     """
 
@@ -124,7 +124,10 @@ BATCH = {
 
 
 def resolve_autos(reading: Reading, facts: Facts, *, lenient: bool) -> None:
-    """Resolve all "auto" values except in the batch triple; `lenient` uses the default for unknown values."""
+    """Resolve the "auto" values of a reading, in place, except those of the batch sizes (`BATCH`).
+
+    If a value is unknown, the default of the key is used. Some keys add a problem instead, unless `lenient` is True.
+    """
     for path in sorted(reading.autos, key=lambda path: list(RULES).index(path) if path in RULES else -1):
         rule = RULES.get(path)
         value = rule.find(reading, facts) if rule else None
@@ -145,7 +148,14 @@ _ONE_RANK = (
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch triple, with the origin of each derived value."""
+    """Resolved batch sizes: train = micro x steps x data-parallel ranks.
+
+    Attributes:
+        train: samples per optimizer step, over all ranks.
+        micro: samples per rank and forward.
+        steps: micro-batches per optimizer step.
+        derived: origin of each value that the user did not give, by key.
+    """
 
     train: int
     micro: int
@@ -154,7 +164,7 @@ class BatchSizes:
 
 
 def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes | str:
-    """Derive missing values of the batch triple for `world` data-parallel ranks; returns a text if it is invalid."""
+    """Derive missing (None) batch sizes for `world` data-parallel ranks; return an error text if they contradict."""
     if train is None and micro is None:
         return (
             f"{TRAIN} or {MICRO} must be given: the other is derived from it and from the {world} rank(s) of this run"
@@ -185,9 +195,15 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
 def elastic_batch(
     block: Mapping[str, Any], triple: tuple[int | None, int | None, int | None], world: int
 ) -> BatchSizes | str:
-    """Compute the batch triple of an `elasticity` block; its global batch is equal for all valid numbers of ranks.
+    """Compute the batch sizes of an `elasticity` block; its global batch is equal for all valid numbers of ranks.
 
-    `triple` has the user's other batch settings. The result is a text if they contradict.
+    Args:
+        block: the block, as the user wrote it.
+        triple: (train, micro, steps) from the other keys of the JSON; None: not given.
+        world: number of data-parallel ranks.
+
+    Returns:
+        The batch sizes, or an error text if the block is invalid or `triple` has values.
     """
     if any(triple) and not block.get("ignore_non_elastic_batch_info", False):
         return (
@@ -217,10 +233,10 @@ _PIPELINE, _STAGES = "pipeline", "stages"
 
 
 def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
-    """Merge the stored plan into a configuration whose stage is "plan"; other configurations are returned unchanged.
+    """Merge the stored plan into a configuration with `"stage": "plan"`; other configurations are returned unchanged.
 
     Raises:
-        DeepSpeedConfigError: there is no plan, the file is no plan, or the plan is for another global batch.
+        DeepSpeedConfigError: there is no plan, the file is not a plan, or the plan is for another global batch.
     """
     zero = _block(raw, _ZERO)
     if zero.get("stage") != PLAN:
@@ -269,7 +285,7 @@ def _plan_file(raw: Mapping[str, Any]) -> Path:
 
 
 def _check_batch(raw: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
-    """Raise unless the user's global batch equals that of the plan."""
+    """Raise DeepSpeedConfigError if the user's global batch differs from that of the plan."""
     pairs = [("train_batch_size", raw.get(TRAIN), plan.get(TRAIN))]
     if isinstance(raw.get(MICRO), int) and isinstance(raw.get(STEPS), int):
         # Ranks that are given the same samples, as far as these keys say, take more of them together.

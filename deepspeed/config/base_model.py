@@ -21,9 +21,9 @@ AUTO = "auto"
 class DeepSpeedConfigModel(BaseModel):
     """Base class of typed configuration blocks: `class Mine(DeepSpeedConfigModel): size: int = 1`.
 
-    Unknown names are errors. The value "auto" means the field's default, unless `strict=True` is given. A field
-    whose `json_schema_extra` says `"deprecated": True` is accepted with one warning; with `"new_param": NAME` (dotted
-    for fields in blocks) its value is moved to that field, after the function `"new_param_fn"`.
+    Unknown names are errors. The value "auto" means the field's default, unless `strict=True` is passed. A field with
+    `"deprecated": True` in its `json_schema_extra` is accepted with one warning. With `"new_param": NAME` in addition
+    (dotted for fields in blocks), its value is converted by the function `"new_param_fn"` and moved to that field.
 
     Raises:
         pydantic.ValidationError: a name, type or value is wrong; the error is a ValueError.
@@ -48,7 +48,7 @@ class DeepSpeedConfigModel(BaseModel):
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the input, prepared for validation.
 
-        Values "auto" are dropped, and those of deprecated fields are moved to the fields that replace them.
+        Values "auto" are dropped, and values of deprecated fields are moved to the fields that replace them.
         """
         if data.get("strict") is True and "strict" not in cls.model_fields:
             return {name: value for name, value in data.items() if name != "strict"}
@@ -87,7 +87,7 @@ def is_auto(value: object) -> bool:
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """Return the value of `param_name`, else the default."""
+    """Return `param_dict[param_name]`, or `param_default_value` if it is missing."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -118,10 +118,10 @@ class Note:
     Attributes:
         meaning: one-phrase description.
         status: implementation status of the key.
-        instead: for a key without effect, the replacement.
+        instead: reason why the key has no effect, or its replacement; "" for other keys.
         aliases: other names, accepted without a warning.
         deprecated: old names, accepted with one warning.
-        idle: values besides the default that request no feature.
+        idle: values of an unavailable key, besides the default, that are accepted because they request no feature.
     """
 
     meaning: str
@@ -133,7 +133,7 @@ class Note:
 
 
 class Section(DeepSpeedConfigModel):
-    """A block of the JSON: immutable, with strict names and types.
+    """Base class of the blocks of the JSON: immutable, with strict names and types.
 
     `switch` is the dotted path, inside the block, of the key that enables the block. With `open_names`, an unknown name
     is ignored with a warning, unless it resembles a key of the block.
@@ -177,7 +177,15 @@ def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
 def key(
     default: Any, meaning: str, *, aliases: Sequence[str] = (), deprecated: Sequence[str] = (), **limits: Any
 ) -> Any:
-    """Define an implemented key; `limits` are pydantic's (`ge`, `gt`, `le`, `lt`). A section class defines a block."""
+    """Define an implemented key of a section.
+
+    Args:
+        default: default value, or a section class, for a key that is a block.
+        meaning: one-phrase description.
+        aliases: other names, accepted without a warning.
+        deprecated: old names, accepted with one warning.
+        limits: limits of pydantic's `Field` (`ge`, `gt`, `le`, `lt`).
+    """
     return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
 
 
@@ -190,13 +198,13 @@ def moot(
     deprecated: Sequence[str] = (),
     **limits: Any,
 ) -> Any:
-    """Define a key that is accepted without effect; `instead` describes the replacement."""
+    """Define a key that is accepted without effect; `instead` is the reason or the replacement. See `key`."""
     note = Note(meaning, "moot by design", instead, aliases=tuple(aliases), deprecated=tuple(deprecated))
     return _field(default, note, limits)
 
 
 def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:
-    """Define a key whose feature is not available yet: values other than the default and `idle` are errors."""
+    """Define a key of an unavailable feature: values other than the default and `idle` are errors. See `key`."""
     return _field(default, Note(meaning, "not available yet", aliases=tuple(aliases), idle=tuple(idle)), limits)
 
 
@@ -206,7 +214,7 @@ def note_of(field: FieldInfo) -> Note:
 
 
 def _dtype_name(value: object) -> object:
-    """Convert the names of a dtype to one canonical name, without importing torch."""
+    """Convert any name of a dtype to "fp32", "fp16" or "bf16"; return other values unchanged."""
     name = str(value).lower().removeprefix("torch.")
     return _DTYPES.get(name, value)
 
@@ -218,7 +226,7 @@ def _print_interval(value: object) -> float:
 
 
 def _one_of(*names: str) -> BeforeValidator:
-    """Return a validator that matches names case-insensitively."""
+    """Return a pydantic validator that replaces a text by the name that it equals in any case."""
     folded = {name.lower(): name for name in names}
     return BeforeValidator(lambda value: folded.get(value.lower(), value) if isinstance(value, str) else value)
 
@@ -247,12 +255,12 @@ NumberOrList = float | list[float]
 
 @dataclass(frozen=True)
 class Kwargs:
-    """Marker of a dict of keyword arguments for a class: names in `model` are type-checked, others are accepted."""
+    """Annotation of a dict of keyword arguments: names that are fields of `model` are type-checked, others accepted."""
 
     model: type[Section]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validate with the model, and return a plain dict of the given values."""
+        """Return a schema that validates with the model and produces a plain dict of the given values."""
         schema = handler.generate_schema(self.model)
         return core_schema.no_info_after_validator_function(lambda model: model.model_dump(exclude_unset=True), schema)
 

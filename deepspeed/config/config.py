@@ -1,4 +1,4 @@
-"""The resolved configuration: parsed once, immutable, with the source of every value."""
+"""Resolved configuration of a run: parsed once, immutable, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deepspeed.foundation.log import warn_once
 
 
 class DeepSpeedConfig:
-    """The configuration of a run.
+    """Resolved configuration of a run; docs/configuration.md describes all keys.
 
     Example:
         >>> cfg = DeepSpeedConfig({"train_batch_size": 8, "bf16": {"enabled": True}}, world=2)
@@ -57,14 +57,15 @@ class DeepSpeedConfig:
 
         Args:
             config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
-            mpu: an object with `get_data_parallel_world_size`, which replaces `world`.
+            mpu: object with `get_data_parallel_world_size()`, which replaces `world`; None: `world` counts.
             world: number of data-parallel ranks.
             replicas: number of ranks with the same model slice, sequence-parallel ranks included; None: `world`.
-            facts: values from which "auto" is resolved.
+            facts: values from which "auto" is resolved; None: nothing is known.
             for_init: see the method `for_init`.
 
         Raises:
-            BatchSizeError: the batch triple contradicts itself.
+            ArgumentError: `world` is below 1.
+            BatchSizeError: the three batch sizes contradict each other.
             NotAvailableError: a value needs a feature that is not available.
             DeepSpeedConfigError: any other problem; the message lists all of them.
         """
@@ -94,7 +95,7 @@ class DeepSpeedConfig:
     def for_init(cls, config: object, *, world: int = 1, facts: Facts | None = None) -> DeepSpeedConfig:
         """Create the configuration for `zero.Init`: "auto" values may be unresolved, and the batch may be unknown.
 
-        Unresolved values have their default, and missing values of the batch triple are 0.
+        Unresolved values have their default, and missing batch sizes are 0. Errors are those of the constructor.
         """
         return cls(config, world=world, facts=facts, for_init=True)
 
@@ -131,12 +132,12 @@ class DeepSpeedConfig:
 
     @property
     def expert_parallel_size(self) -> int:
-        """Return the number of ranks that divide the experts of a layer."""
+        """Number of ranks over which the experts of a layer are divided; 1: they are not divided."""
         section = self.top.expert_parallel
         return 1 if section.enabled is False else section.size
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
-        """Return the JSON's mesh sizes as (axis, size, key); "dp" is all data-parallel ranks, "shard" dp_shard x sp."""
+        """Return mesh sizes from the JSON as (axis, size, key); "dp": data-parallel ranks, "shard": dp_shard x sp."""
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
@@ -155,14 +156,14 @@ class DeepSpeedConfig:
         ]
 
     def section(self, path: str) -> Section:
-        """Return the immutable section at a JSON path such as "zero_optimization.leaf_module"."""
+        """Return the section at a JSON path, such as "zero_optimization"; DeepSpeedConfigError if there is none."""
         section = self.get(path)
         if not isinstance(section, Section):
             raise DeepSpeedConfigError(f'"{path}" is a value, not a section')
         return section
 
     def get(self, path: str) -> Any:
-        """Return the resolved value at a JSON path; aliases are accepted.
+        """Return the resolved value at a JSON path; aliases are accepted. None inside a block that was not given.
 
         Raises:
             DeepSpeedConfigError: there is no such key.
@@ -180,14 +181,14 @@ class DeepSpeedConfig:
         return here
 
     def explain(self) -> list[ResolvedValue]:
-        """Return every resolved value with its origin, in the order of the table of keys."""
+        """Return every resolved value with its origin, in the order of the configuration reference."""
         tolerated = self._reading.tolerated.items()
         ignored = [ResolvedValue(name, value, "given", "accepted and not read") for name, value in tolerated]
         return [*section_rows(self.top, self._reading), *ignored]
 
     @staticmethod
     def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
-        """Resolve the batch triple; returns None if one of its values has a problem or the values contradict."""
+        """Resolve the batch sizes; return None, and add a problem to `reading`, if one is wrong or they contradict."""
         train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
         if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
             return None  # a part had a wrong type: it is reported already

@@ -1,4 +1,4 @@
-"""Output of the configuration reference, and of resolved values with their source."""
+"""Output of the configuration reference, and of resolved values with their origin."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _block(key: Key) -> str:
 
 
 def _remark(path: str, note: Note) -> str:
-    """Return the replacement of a key without effect, or the outlook of an unavailable key; empty for other keys."""
+    """Return why a key has no effect or is unavailable, for the reference; "" for implemented keys."""
     if note.status == "moot by design":
         return f"moot by design: {note.instead}"
     return outlook(path) if note.status == "not available yet" else ""
@@ -113,13 +113,13 @@ def _table(block: str, keys: Iterable[Key]) -> str:
 
 @dataclass(frozen=True)
 class ResolvedValue:
-    """One resolved value.
+    """Resolved value of one key.
 
     Attributes:
         path: JSON path.
         value: the resolved value.
         origin: "given", "default", or "derived: …", "auto: …", "deprecated: old name".
-        remark: replacement of a key without effect, outlook of an unavailable key, or reason why a key is not read.
+        remark: reason why the key has no effect, is unavailable or is not read; "" for other keys.
     """
 
     path: str
@@ -129,7 +129,7 @@ class ResolvedValue:
 
 
 def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator[ResolvedValue]:
-    """Yield the values of a section and its subsections, in the order of the table of keys."""
+    """Yield the values of a section and its subsections, in the order of the reference; `path` is the section's."""
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value = getattr(section, name)
@@ -146,7 +146,7 @@ def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator
 
 
 def _moot_rows(items: list[Any], path: str) -> Iterator[ResolvedValue]:
-    """Yield the given values without effect in the sections of a list."""
+    """Yield the values without effect that the user gave in the sections of a list."""
     for index, item in enumerate(items):
         for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
             if note_of(field).status == "moot by design" and name in item.model_fields_set:
@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_text(resolved: Sequence[ResolvedValue]) -> str:
-    """Format the rows as aligned lines."""
+    """Format resolved values as a text table."""
     columns = [(row.path, show(row.value), row.origin, row.remark) for row in resolved]
     widths = [max((len(column[column_index]) for column in columns), default=0) for column_index in range(3)]
     lines = (

@@ -1,4 +1,4 @@
-"""Collection of a configuration's problems, one line each, into one error."""
+"""Problems of a configuration, one line each, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TYPO = 2  # so few edits from a key, and a name is that key, spelled wrong
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of one value: `text` is the whole line; `kind` selects the class of the error."""
+    """Problem of a configuration: `text` is its line in the error; `kind` selects the class of the error."""
 
     text: str
     kind: Literal["wrong", "batch", "unavailable"] = "wrong"
 
 
 def show(value: object) -> str:
-    """Format a value as JSON, cut to one line."""
+    """Format a value as JSON, shortened to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -34,12 +34,12 @@ def show(value: object) -> str:
 
 
 def wrong(path: str, value: object, text: str) -> Problem:
-    """Create a problem of the value at a path."""
+    """Create the problem of the value at a path; `text` says what is wrong."""
     return Problem(f"{path} = {show(value)}: {text}")
 
 
 def nearest(name: str, section: type[Section]) -> str:
-    """Suggest a replacement for an unknown key: its correct block, or the most similar name."""
+    """Return a suggestion for an unknown key of a section: its correct block, or the most similar name."""
     siblings = spellings(section)
     homes = [path for path in _homes(name) if path]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
@@ -57,9 +57,10 @@ def nearest(name: str, section: type[Section]) -> str:
 
 
 def near(name: str, value: object, section: type[Section]) -> str | None:
-    """Return the key that `name` misspells by a few edits, or None; a text never misspells the name of a block.
+    """Return the key of a section that `name` probably misspells, or None.
 
-    The allowed number of edits is limited to half the name's length, so that short names do not match every key.
+    At most two edits are allowed, and at most half the name's length, so that short names do not match every key. The
+    name of a block is not suggested if `value` is a text.
     """
     edits = min(_TYPO, len(name) // 2)
     for spelling, (field, _) in spellings(section).items():
@@ -90,7 +91,7 @@ def raise_for(problems: Sequence[Problem]) -> None:
     """Raise one error that lists all problems.
 
     Raises:
-        BatchSizeError: every problem is about the batch triple.
+        BatchSizeError: every problem is about the three batch sizes.
         NotAvailableError: every problem is about an unavailable feature.
         DeepSpeedConfigError: any other combination.
     """

@@ -23,7 +23,7 @@ _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zer
 
 @dataclass(frozen=True)
 class MovedKey:
-    """A deprecated key that was moved; `values` maps old values to new ones."""
+    """Deprecated key that was moved to the keys `new`; `values` maps old values to new ones (None: unchanged)."""
 
     old: str
     new: tuple[str, ...]
@@ -44,16 +44,16 @@ MOVED = (
 
 @dataclass
 class Reading:
-    """A configuration after reading.
+    """Configuration with canonical key names, before type checks.
 
     Attributes:
-        tree: the given values, under canonical names; null values are omitted.
-        origins: source of the value, by canonical path.
+        tree: the user's values, under canonical names; null values are omitted.
+        origins: origin of each value ("given", "deprecated: old name", "auto: ..."), by canonical path.
         spelled: path as the user wrote it, by canonical path, where the two differ.
-        autos: canonical paths whose value is "auto"; these values are not in the tree.
-        tolerated: entries that are accepted but not read, by the user's path.
-        problems: problems so far.
-        warnings: lines to print once.
+        autos: canonical paths of the values "auto", which are not in the tree.
+        tolerated: values that are accepted but not read, by the user's path.
+        problems: problems found so far.
+        warnings: lines to log once.
     """
 
     tree: dict[str, Any] = field(default_factory=lambda: {})
@@ -69,18 +69,18 @@ class Reading:
         return self.spelled.get(path, path)
 
     def find(self, path: str) -> Any:
-        """Return the value at a canonical path, or None."""
+        """Return the value at a canonical path, or None if it was not given."""
         here: Any = self.tree
         for part in path.split("."):
             here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
         return here
 
     def enabled(self, *sections: str) -> bool:
-        """Return whether any of the sections is enabled."""
+        """Return whether the key `enabled` of any of the sections is true."""
         return any(self.find(f"{section}.enabled") is True for section in sections)
 
     def put(self, path: str, value: object, origin: str) -> None:
-        """Set a value and its origin, and create missing blocks. The type check reports parents that are no block."""
+        """Set a value and its origin, and create missing blocks; do nothing if a parent is not a block."""
         here: Any = self.tree
         *blocks, last = path.split(".")
         for block in blocks:
@@ -92,10 +92,10 @@ class Reading:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Reading:
-        """Read a configuration as the user wrote it. The argument is not changed.
+        """Read a configuration as the user wrote it, and collect its problems. The argument is not changed.
 
         Raises:
-            DeepSpeedConfigError: the configuration contains itself.
+            DeepSpeedConfigError: the configuration is nested too deeply, or contains itself.
         """
         reading = cls()
         settings = dict(raw)
@@ -224,7 +224,7 @@ class Reading:
         return tree
 
     def _unknown(self, section: type[Section], name: str, as_written: str, value: Any) -> None:
-        """Record an unknown name as an error, or as a warning in a block with open names if it resembles no key."""
+        """Record an unknown name as a problem, or as a warning if the section has open names and no similar key."""
         close = near(name, value, section)
         if section.open_names and close is None:
             self.tolerated[as_written] = value
@@ -234,7 +234,7 @@ class Reading:
         self.problems.append(wrong(as_written, value, f"unknown key; {hint}"))
 
     def _meant(self, annotation: Any, value: Any, as_written: str) -> Any:
-        """Convert unambiguous values of a wrong type: 0, 1 or a word for a bool, a quoted number for a number."""
+        """Convert a clear value of a wrong type, with a warning: 0, 1 or a word for a bool, a quoted number."""
         kinds = set(kind_of(annotation).split(" or "))
         meant: Any = None
         if "true" in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):

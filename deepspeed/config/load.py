@@ -1,4 +1,4 @@
-"""Loads a configuration from a dict, a JSON or HJSON file, or base64 of JSON."""
+"""Loading of a configuration from a dict, a JSON or HJSON file, or base64 of JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def load_raw(config: object) -> dict[str, Any]:
         config: a dict (returned unchanged), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
 
     Raises:
-        DeepSpeedConfigError: the file does not exist, the JSON is invalid, has duplicate keys, or is no object.
+        DeepSpeedConfigError: the argument has another type, the file cannot be read, or the JSON is invalid, has
+            duplicate keys, or is not an object.
     """
     if isinstance(config, dict):
         return cast("dict[str, Any]", config)

@@ -19,7 +19,7 @@ Shape = Literal["block", "list", "named", "kwargs"]
 
 @dataclass(frozen=True)
 class Child:
-    """The section inside a field: a block, a list of blocks, blocks with user-defined names, or keyword arguments."""
+    """Section in a field: as a block, a list of blocks, blocks with user-defined names, or keyword arguments."""
 
     section: type[Section]
     shape: Shape
@@ -27,7 +27,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Key:
-    """One row of the table of keys.
+    """Row of the table of all configuration keys.
 
     Attributes:
         path: JSON path; `[]` stands for any index, `<name>` for any name.
@@ -45,7 +45,7 @@ class Key:
 
 
 def child_of(field: FieldInfo) -> Child | None:
-    """Return the section inside a field, or None."""
+    """Return the section that a field contains, or None."""
     for mark in field.metadata:
         if isinstance(mark, Kwargs):
             return Child(mark.model, "kwargs")
@@ -61,7 +61,7 @@ def child_of(field: FieldInfo) -> Child | None:
 
 @cache
 def spellings(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return all accepted names in a section, each with the field's name and whether the name is deprecated."""
+    """Return (field name, whether the spelling is deprecated) of each accepted spelling in a section."""
     table: dict[str, tuple[str, bool]] = {}
     for name, field in section.model_fields.items():
         note = note_of(field)
@@ -77,7 +77,7 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def kind_of(annotation: Any) -> str:
-    """Describe a type with the names of JSON types."""
+    """Describe a Python type in words of JSON, such as "whole number"."""
     words = {int: "whole number", float: "number", str: "string", bool: "true or false", Any: "anything"}
     if annotation in words:
         return words[annotation]
@@ -117,7 +117,7 @@ def all_keys() -> tuple[Key, ...]:
 
 @cache
 def sections_by_path() -> dict[str, type[Section]]:
-    """Return every block by JSON path; the path of the top level is empty."""
+    """Return the section class of every block, by JSON path; the path of the top level is ""."""
     sections: dict[str, type[Section]] = {}
 
     def visit(section: type[Section], path: str) -> None:

@@ -1,4 +1,4 @@
-"""Outlook of unavailable keys: the feature that will add a key, or the reason why a key is refused permanently."""
+"""Reasons why keys are unavailable: the feature that will add a key, or why it is refused permanently."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Outlook:
-    """The outlook of several keys.
+    """Reason why several keys are unavailable.
 
     Attributes:
-        patterns: paths of keys, separated by spaces; `*` is any text.
-        feature: feature that will add the keys; empty for permanently refused keys.
-        reason: reason of a permanent refusal.
+        patterns: JSON paths of the keys, separated by spaces; `*` matches any text.
+        feature: feature that will add the keys; "" for permanently refused keys.
+        reason: reason for a permanent refusal; "" for other keys.
     """
 
     patterns: str
@@ -22,11 +22,11 @@ class Outlook:
 
     @property
     def text(self) -> str:
-        """Return the outlook in the words of the reference and of errors."""
+        """Text for the configuration reference and for error messages."""
         return f"not available yet: comes with {self.feature}" if self.feature else f"refused for good: {self.reason}"
 
     def covers(self, path: str) -> bool:
-        """Return whether this outlook applies to the key at a path."""
+        """Return whether one of the patterns matches a path."""
         return any(fnmatchcase(path, pattern) for pattern in self.patterns.split())
 
 
@@ -124,5 +124,5 @@ OUTLOOKS = (
 
 
 def outlook(path: str) -> str:
-    """Return the outlook of an unavailable key, by its path in the table of keys."""
+    """Return the text of the reason for an unavailable key, by its path in the table of keys."""
     return next(row.text for row in OUTLOOKS if row.covers(path))

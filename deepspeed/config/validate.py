@@ -30,7 +30,7 @@ _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
 
 
 def pattern_of(text: str) -> tuple[str, int, int] | None:
-    """Parse `2:4` to ("of", 2, 4) and `4x1` to ("block", 4, 1); returns None for other texts."""
+    """Parse a sparsity pattern: "2:4" to ("of", 2, 4), "4x1" to ("block", 4, 1), other texts to None."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         return None
@@ -140,7 +140,7 @@ _LIMITS = {
 
 
 def to_sections(reading: Reading) -> TopLevel:
-    """Create the typed sections. Values of a wrong type or range become problems of `reading`; the default is used."""
+    """Create the typed sections; values of a wrong type or range add problems to `reading` and become defaults."""
     while True:
         try:
             top = TopLevel.model_validate(reading.tree)
@@ -215,7 +215,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
 
     Args:
         top: the typed sections.
-        reading: supplies the user's names for keys, and collects warnings.
+        reading: the configuration as the user wrote it, for the names of keys; gets warnings.
         ranks: (data-parallel ranks, ranks with the same model slice); None: unknown.
     """
     if top.fp16.enabled and (top.bf16.enabled or top.torch_autocast.enabled):
@@ -286,7 +286,7 @@ def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Itera
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each value that needs an unavailable feature, except in disabled blocks."""
+    """Yield a problem for each value of a section, at JSON path `path`, that requests an unavailable feature."""
     if section.switch:  # is the key that turns the block on away from its default?
         *blocks, switch = section.switch.split(".")
         block = section

@@ -1,4 +1,4 @@
-"""Import paths and names of upstream: one table, and the import finder that serves the table.
+"""Import paths and names of upstream DeepSpeed: one table, and the import finder that implements the table.
 
 A row of `ADDRESSES` is a module, its names and the modules that define them. Names are looked up on first use, so
 importing the module costs nothing. Modules without a file are created when they are imported.
@@ -396,14 +396,14 @@ class _Placeholder(type):
 
 
 def not_available(name: str, feature: str) -> NotAvailableError:
-    """Create the error that names the feature to which an unavailable name belongs."""
+    """Create the NotAvailableError for an import path or name of a feature that is not available yet."""
     error = NotAvailableError(f"{name} is not available yet: it belongs to {feature}")
     error.name = name
     return error
 
 
 def names_of(module: str) -> dict[str, tuple[str, str]]:
-    """Return (defining module, original name) for each name of a module; the module is "" for submodules."""
+    """Return (defining module, original name) of each name of a module; for its submodules, ("", name)."""
     rows = [(target, entry) for target, names in ADDRESSES.get(module, {}).items() for entry in names.split()]
     names = {entry.partition("=")[0]: (target, entry.rpartition("=")[2]) for target, entry in rows}
     children = (*ADDRESSES, *ALIASES, *PLACEHOLDERS)
@@ -413,7 +413,7 @@ def names_of(module: str) -> dict[str, tuple[str, str]]:
 
 
 def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` and `__all__` for a module in the table."""
+    """Return `__getattr__` and `__all__` for a module in the table, by the module's full name."""
     names = names_of(module)
     feature, listed = PLACEHOLDERS.get(module, ("", ""))
     placeholders = listed.split()
@@ -435,7 +435,7 @@ def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def _resolve(target: str, name: str) -> Any:
-    """Return an attribute of a module, or of an object in a module."""
+    """Return the attribute `name` of a module, or of an object in a module, given by its dotted path `target`."""
     try:
         return getattr(importlib.import_module(target), name)
     except ModuleNotFoundError as error:
@@ -454,7 +454,7 @@ class AddressFinder:
 
     @classmethod
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a module in the table; raises NotAvailableError (an ImportError) for those in `LATER`."""
+        """Return the spec of a module in the table, else None; NotAvailableError (an ImportError) if in `LATER`."""
         if path is None or all(fullname not in table for table in (ADDRESSES, ALIASES, PLACEHOLDERS, LATER)):
             return None  # also of the package itself, which may be found in other ways than by a path
         on_disk = PathFinder.find_spec(fullname, path)
@@ -466,7 +466,7 @@ class AddressFinder:
         return spec_from_loader(fullname, cls(), origin=f"{fullname.rpartition('.')[2]}.py", is_package=package)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return None: Python creates the module."""
+        """Return None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Add the table's names to the module; an alias is replaced by its target module."""
@@ -484,12 +484,12 @@ class AddressFinder:
             module.__getattr__, module.__all__ = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return code for `python -m` that calls the row's `main`."""
+        """Return code for `python -m` that calls the `main` of the module's row in the table."""
         target, name = names_of(fullname)["main"]
         return compile(f"from {target} import {name} as main\nmain()", f"<{fullname}>", "exec")
 
 
 def install() -> None:
-    """Add `AddressFinder` to Python's import finders."""
+    """Add `AddressFinder` to Python's import finders, before the others; a second call does nothing."""
     if AddressFinder not in sys.meta_path:
         sys.meta_path.insert(0, AddressFinder)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Memory limit and use of a container, and the number of processes that the kernel has killed in it."""
+"""Memory limit and use of a container (cgroup), and the number of processes that the kernel killed in it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class CgroupMemory:
         return min((limit for limit in limits if 0 < limit < machine), default=0)
 
     def peak(self) -> int:
-        """Return the peak use in bytes of the group with the limit."""
+        """Return the peak use in bytes of the group with the limit; 0 if there is no limit."""
         for folder in self._folders:
             if 0 < self._number(folder, "memory.max", "memory.limit_in_bytes") < machine_memory():
                 return self._number(folder, "memory.peak", "memory.max_usage_in_bytes")
         return 0
 
     def used(self) -> int:
-        """Return the used bytes of the group with the limit, without file pages, which the system can reclaim."""
+        """Return the used bytes of the group with the limit, without reclaimable file pages; 0 if there is no limit."""
         for folder in self._folders:
             if 0 < self._number(folder, "memory.max", "memory.limit_in_bytes") < machine_memory():
                 used = self._number(folder, "memory.current", "memory.usage_in_bytes")
@@ -67,7 +67,7 @@ class CgroupMemory:
 
 
 def _folders(root: Path, listing: Path) -> list[Path]:
-    """Return this process's memory group and its parents, innermost first; inside a container, the mount itself."""
+    """Return the folders of this process's memory group and its parents, innermost first; [] if there are none."""
     try:
         lines = listing.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Warning at import if Python could import another installation of the same package instead.
 
-Upstream's distribution has the same name, so pip replaces one by the other; a copy that pip did not install, or that is
-in another folder of the path, remains.
+Upstream DeepSpeed has the same distribution name, so pip replaces one by the other. But a copy that pip did not
+install, or that is in another folder of the path, remains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def warn_of_others(package: str, version: str) -> None:
 
 
 def other_copies(package: str, path: Iterable[str]) -> dict[str, str]:
-    """Return the installer of each other copy by folder ("" is the working folder)."""
+    """Return a description of the installation of each other copy of the package, by folder.
+
+    Args:
+        package: folder of the imported package.
+        path: folders that Python searches; "" is the working folder.
+    """
     here = os.path.realpath(package)
     copies: dict[str, str] = {}
     for folder in path:

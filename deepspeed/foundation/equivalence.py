@@ -32,7 +32,7 @@ def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
 
 
 def largest_value(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value, in one pass; NaN if there is one, 0 if there are no elements."""
+    """Return the largest absolute value of a tensor, in one pass; NaN if it contains NaN, 0 if it is empty."""
     if not tensor.numel():
         return 0.0
     low, high = map(float, tensor.aminmax())
@@ -42,12 +42,12 @@ def largest_value(tensor: torch.Tensor) -> float:
 def relative_difference(
     actual: torch.Tensor, expected: torch.Tensor, scale: float | None = None, floor: float = 1e-30
 ) -> float:
-    """Return the largest difference relative to the largest expected value; infinite if shapes differ or not finite.
+    """Return the largest difference relative to the largest expected value; inf for other shapes or non-finite values.
 
     Args:
         actual: tensor of any floating-point dtype and device; compared in fp32.
         expected: tensor of any floating-point dtype and device.
-        scale: replacement for the largest expected value.
+        scale: divisor; None: the largest absolute expected value.
         floor: minimum of the divisor.
     """
     if actual.shape != expected.shape:
@@ -60,7 +60,7 @@ def relative_difference(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, use_cache: bool | None = None) -> Generator[None]:
-    """Switch to evaluation mode without gradients; afterwards, all modes and the CPU's random state are restored.
+    """Context in evaluation mode without gradients; it restores all modes and the CPU's random state.
 
     Args:
         model: the model.
@@ -88,11 +88,14 @@ def example_inputs(model: nn.Module, example: Any = None, shape: tuple[int, int]
 
     Args:
         model: the model; its attribute `example_input_array`, if present, is the default example.
-        example: a dict of arguments, or positional arguments: a tensor or a tuple.
-        shape: (rows, tokens) of random inputs.
+        example: a dict of arguments, or positional arguments: a tensor or a tuple; None: the default.
+        shape: (rows, tokens) of random inputs, for a model with a config of Transformers and without example.
+
+    Returns:
+        The arguments by name; floating-point tensors have the dtype of the model's first parameter.
 
     Raises:
-        ArgumentError: there is no example, and the model has no config of Transformers.
+        ArgumentError: there is no example, and random inputs cannot be generated.
     """
     example = getattr(model, "example_input_array", None) if example is None else example
     config: Any = getattr(model, "config", None)

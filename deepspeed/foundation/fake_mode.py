@@ -1,7 +1,7 @@
-"""Simulation: an engine whose tensors have no values, in a world of one process.
+"""Simulation of an engine in one process, with tensors that have no values.
 
-No other code checks whether it is simulated. Functions with effects outside of the process are a `Replaceable`, and a
-simulation replaces them: native code computes nothing, messages have no receiver, and a disk only counts bytes
+No other code checks whether it is simulated. Each function with effects outside of the process is a `Replaceable`, and
+a simulation replaces it: native code computes nothing, messages have no receiver, and a disk only counts bytes
 (`comm/fake_world.py`, `planner/fake_world.py`).
 """
 
@@ -25,7 +25,7 @@ STEP = "step"  # the phase of an update
 
 
 class Replaceable(Generic[T]):
-    """An implementation with effects outside of the process; callers use `current`.
+    """Function or class with effects outside of the process, which a simulation replaces; callers use `current`.
 
     Args:
         real: implementation outside of simulations.
@@ -36,7 +36,7 @@ class Replaceable(Generic[T]):
 
     @contextlib.contextmanager
     def replaced(self, fake: T) -> Generator[None]:
-        """Set `current` to `fake` inside the context."""
+        """Context in which `current` is `fake`."""
         before, self.current = self.current, fake
         try:
             yield
@@ -45,12 +45,12 @@ class Replaceable(Generic[T]):
 
 
 def late() -> bool:
-    """Return whether absent ranks complete messages only when they are waited for."""
+    """Return whether simulated messages complete only when they are waited for, instead of at once."""
     return bool(_running) and _running[-1][0]
 
 
 def of_device() -> bool:
-    """Return whether CPU tensors represent device tensors, whose messages use the device's backend."""
+    """Return whether CPU tensors of the simulation represent device tensors, for the choice of the backend."""
     return bool(_running) and _running[-1][1]
 
 
@@ -60,18 +60,18 @@ def per_host() -> int:
 
 
 def stage_outputs() -> dict[int, Any]:
-    """Return the outputs of pipeline parts, recorded in the run of one stage and read in that of the next."""
+    """Return the recorded outputs of pipeline parts, by part: one stage's simulation adds them, the next reads them."""
     return _running[-1][3]
 
 
 def computing() -> bool:
-    """Return whether operators currently compute values within a simulation."""
+    """Return whether `with_values` is active, so that operators compute values within a simulation."""
     return bool(_computing)
 
 
 @contextlib.contextmanager
 def with_values() -> Generator[None]:
-    """Compute with real values inside the context, within a simulation, for probes on random data."""
+    """Context that computes with real values even within a simulation, for tests on random data."""
     _computing.append(True)
     try:
         yield
@@ -80,14 +80,14 @@ def with_values() -> Generator[None]:
 
 
 def message(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
-    """Report a message within a forward or backward to the listener; see `Listener`."""
+    """Report a message to all listeners; see `Listener`."""
     for listener in _listeners:
         listener(name, nbytes, ranks)
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Generator[None]:
-    """Report messages to `listener` inside the context."""
+    """Context that reports messages to `listener`."""
     _listeners.append(listener)
     try:
         yield
@@ -96,15 +96,17 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 def enter(phase: str) -> None:
-    """Report the start of a phase of a pipeline stage: forward (`F0` of chunk 0), backward (`B0`), postponed weight
-    gradients (`W0`), or the update (`STEP`)."""
+    """Report the start of a phase of a pipeline stage to all followers.
+
+    Phases of chunk 0 are forward `F0`, backward `B0` and deferred weight gradients `W0`; the update is `STEP`.
+    """
     for follower in _followers:
         follower(phase)
 
 
 @contextlib.contextmanager
 def following(follower: Callable[[str], None]) -> Generator[None]:
-    """Report phases to `follower` inside the context; see `enter`."""
+    """Context that reports phases to `follower`; see `enter`."""
     _followers.append(follower)
     try:
         yield
@@ -116,13 +118,13 @@ def following(follower: Callable[[str], None]) -> Generator[None]:
 def simulation(
     *, late: bool = False, device: bool = False, per_host: int = 0, outputs: dict[int, Any] | None = None
 ) -> Generator[None]:
-    """Simulate inside the context.
+    """Context in which the engine is simulated; see the module.
 
     Args:
-        late: complete messages only when they are waited for, instead of at once.
-        device: CPU tensors represent device tensors.
+        late: whether messages complete only when they are waited for, instead of at once.
+        device: whether CPU tensors represent device tensors.
         per_host: ranks per host; 0: `LOCAL_WORLD_SIZE`, or all ranks on one host.
-        outputs: outputs of the pipeline parts that were already run; the simulation adds to them.
+        outputs: outputs of the pipeline parts that were already run, by part; the simulation adds to them. None: none.
     """
     _running.append((late, device, per_host, {} if outputs is None else outputs))
     try:

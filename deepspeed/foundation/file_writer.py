@@ -1,4 +1,4 @@
-"""Writers for `torch.save(state, writer)`: plain, counting only, and through a page-locked buffer."""
+"""File-like writers for `torch.save(state, writer)`: plain, counting only, and through a page-locked buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.errors import ArgumentError
 
 
 class PyFileWriter:
-    """Writes to a file with Python's file object.
+    """Writer that uses Python's file object.
 
     Args:
         file_path: path of the file, which is created or truncated.
@@ -25,7 +25,7 @@ class PyFileWriter:
         self._writes = self._bytes = 0
 
     def write(self, buffer: Any) -> int:
-        """Append bytes; returns the number written.
+        """Append a bytes-like object and return the number of bytes.
 
         Raises:
             ArgumentError: the writer is closed.
@@ -65,7 +65,7 @@ class PyFileWriter:
 
 
 class MockFileWriter(PyFileWriter):
-    """Discards all bytes, to measure the time of serialization.
+    """Writer that discards all bytes, to measure the time of serialization alone.
 
     Args:
         file_path: path of the file, which is created or truncated, and remains empty.
@@ -81,12 +81,10 @@ class FastFileWriterConfig:
     """Settings of `FastFileWriter`.
 
     Attributes:
-        dnvme_handle: an asynchronous I/O handle (`AsyncIOBuilder().load().aio_handle()`) whose settings are used.
-        pinned_tensor: 1-D buffer that collects the bytes.
-        double_buffer: accepted without effect: the system's page cache replaces a second buffer.
-        num_parallel_writers: accepted; number of ranks that write files at the same time.
-        writer_rank: accepted; position of this rank among the writers.
-        global_rank: accepted without effect.
+        dnvme_handle: no effect; an asynchronous I/O handle (`AsyncIOBuilder().load().aio_handle()`).
+        pinned_tensor: contiguous CPU tensor of any dtype, used as the buffer.
+        double_buffer: no effect; the system's page cache replaces a second buffer.
+        num_parallel_writers, writer_rank, global_rank: no effect.
     """
 
     dnvme_handle: Any
@@ -98,7 +96,7 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(PyFileWriter):
-    """Collects bytes in the pinned tensor and writes each full buffer at once.
+    """Writer that collects bytes in a pinned tensor and writes each full buffer at once.
 
     Args:
         file_path: path of the file, which is created or truncated.

@@ -1,4 +1,4 @@
-"""Arguments and outputs of the forward of Transformers models. Only this file has the names of the KV cache.
+"""Arguments and outputs of the forward of Transformers models; the names of the KV cache are only in this file.
 
 Transformers renames arguments: the KV cache is `past_key_values` up to 5.23 and `cache` from 5.24 on, while models
 with custom code keep the older name. So this module looks in the signature of the called forward for any of the names
@@ -51,10 +51,11 @@ def accepts(model: Any, name: str) -> bool:
 
 
 def cache_argument(model: Any) -> str | None:
-    """Return the name of forward's KV cache argument; None if there is none.
+    """Return the name of the KV cache argument of a model's forward; None if there is none.
 
-    A known name counts with any annotation (several models still annotate tuples) except dict, which is another kind of
-    argument (XLM's `cache`); else any argument with a cache annotation. Whether the model uses it shows at run time.
+    An argument with a known name is the cache unless it is annotated as a dict (such as XLM's `cache`); several models
+    annotate tuples. Otherwise, it is the first argument that is annotated as a cache. Whether the model uses the
+    argument is only known at run time.
     """
     named = {name: _text(parameter.annotation) for name, parameter in arguments(model).items()}
     known = [name for name in CACHES if name in named and not _DICT.match(named[name])]
@@ -81,12 +82,12 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 
 def caches_at_all(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that enable the KV cache in a call of the model, as far as known."""
+    """Return the arguments of a call with the KV cache enabled; unchanged if the model has no such argument."""
     return {**call, _USES: True} if _USES in call or without_cache(model) else dict(call)
 
 
 def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a call's arguments that are KV caches, by type, or by name for older forms."""
+    """Yield the names of the arguments in a call that are KV caches, by their type or name."""
     module = sys.modules.get("transformers.cache_utils")
     for name, value in call.items():
         is_cache = module is not None and isinstance(value, module.Cache)
@@ -95,7 +96,7 @@ def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
 
 
 def uncached(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer call without its KV caches, so that a repeated call writes to none."""
+    """Return the arguments of a layer's call with its KV caches set to None, so that a repeated call writes to none."""
     return {**call, **dict.fromkeys(caches_in(call))} | ({_USES: False} if _USES in call else {})
 
 
@@ -106,10 +107,10 @@ def returned_cache(output: Any) -> Any:
 
 
 def counts_items(loss: Any) -> bool:
-    """Return whether a loss function divides the token sum by `num_items_in_batch`, found by a call; also true if a
-    small example call fails.
+    """Return whether a loss function divides a sum over tokens by `num_items_in_batch`, tested with a small call.
 
-    A loss that ignores the argument returns a mean, and the sum of means over ranks is a multiple of the correct loss.
+    The result is True if the call fails. A loss that ignores the argument returns a mean, and the sum of means over
+    ranks is a multiple of the correct loss.
     """
     logits = torch.arange(24.0).reshape(1, 3, 8).cos()
     labels = torch.tensor([[1, 2, 3]])

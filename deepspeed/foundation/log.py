@@ -11,7 +11,7 @@ from deepspeed.errors import ArgumentError
 
 
 class _LateStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """A handler that looks up `sys.stderr` for each line, so that later redirections take effect."""
+    """Log handler that looks up `sys.stderr` for each line, so that later redirections take effect."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -37,7 +37,7 @@ _said: set[tuple[object, str]] = set()
 
 
 def current_rank() -> int:
-    """Return this process's rank from the launcher's variables (0 if there are none)."""
+    """Return this process's rank from the environment variable RANK (0 if it is not set)."""
     return int(os.environ.get("RANK") or 0)
 
 
@@ -45,9 +45,9 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
     """Log `message` on the given ranks.
 
     Args:
-        message: the line.
+        message: text of the log line.
         ranks: ranks that log; None or [-1]: all ranks.
-        level: a level of `logging`.
+        level: level of the standard library's `logging`.
     """
     wanted = None if ranks is None else set(ranks)
     if wanted is None or -1 in wanted or current_rank() in wanted:
@@ -62,7 +62,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
         custom_logger: another logger; None: the package's.
 
     Raises:
-        ArgumentError: no level has that name.
+        ArgumentError: there is no level of that name.
     """
     levels = ("debug", "info", "warning", "error", "critical")
     if log_level_str.lower() not in levels:
@@ -71,12 +71,12 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def describe_error(error: Exception, most: int = 120) -> str:
-    """Return an error's class and the first line of its message, which may be empty."""
+    """Return an error's class and the first line of its message, at most `most` characters of it."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
 
 
 def log_rank0(message: str, level: int = logging.INFO) -> None:
-    """Log `message` on rank 0 only."""
+    """Log `message` on rank 0 only; `level` is one of `logging`."""
     if current_rank() == 0:
         logger.log(level, message)
 

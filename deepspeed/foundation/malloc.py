@@ -1,8 +1,8 @@
 """Return of freed memory to the operating system.
 
 glibc maps large blocks separately and unmaps them when they are freed. But the first free raises the threshold for
-large blocks to its size, up to 32 MiB. From then on such blocks are in the heap, where freed memory stays with the
-process.
+large blocks to the size of the freed block, up to 32 MiB. From then on, blocks of this size are in the heap, and freed
+memory stays with the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 def limits_addresses() -> bool:
-    """Return whether this process's address space is limited (`ulimit -v`), so that free heap memory counts as used."""
+    """Return whether this process's address space is limited (`ulimit -v`); then free heap memory counts as used."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
@@ -72,9 +72,9 @@ def heap() -> range:
 
 @contextmanager
 def own_pages() -> Generator[None, None, None]:
-    """Place blocks of 1 MiB and more outside of the heap inside the context, so that they are unmapped when freed.
+    """Context in which blocks of 1 MiB and more are allocated outside of the heap, so that freeing unmaps them.
 
-    This holds for all threads. Blocks that fit into a free gap of the heap are still placed there; `mapped` avoids it.
+    It applies to all threads. Blocks that fit into a free gap of the heap are still placed there, unlike `mapped` ones.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -102,7 +102,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def huge_pages(address: int, nbytes: int) -> None:
-    """Request huge pages for new memory: a page fault per 4 KiB takes longer than reading the data from a disk.
+    """Request huge pages for new memory, since a page fault for each 4 KiB takes longer than a read from a disk.
 
     Errors of the system are ignored. Blocks in the heap are left unchanged, since they are not unmapped when freed.
     """
@@ -113,13 +113,13 @@ def huge_pages(address: int, nbytes: int) -> None:
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in separately mapped host memory, at least one element; their storage cannot be resized."""
+    """Return zeros of a shape with at least one element in separately mapped host memory; it cannot be resized."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [numel] in host memory that starts at a page, so that a disk can read directly into them.
+    """Return zeros (numel,) in host memory that is aligned to a page, so that direct I/O can read into them.
 
     Large tensors remain aligned after their storage was resized to nothing and back inside `own_pages`, unless the
     heap has a free gap of their size by then.

@@ -52,10 +52,10 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_state(module: nn.Module) -> dict[Parameter, None]:
-    """Return parameters that a model writes in forward, like buffers; each rank has its own values.
+    """Return the parameters that a model changes in forward, like buffers; each rank has its own values.
 
-    They are Keras' non-trainable variables (such as running statistics) and the states of its seeds, in the order of
-    the layers; empty for other models. Trainable weights that were frozen later are not included.
+    These are the non-trainable variables of Keras layers (such as running statistics) and the states of Keras' random
+    seeds, in the order of the layers. Other models have none. Weights that were frozen later are not included.
     """
     written: dict[Parameter, None] = {}
     for child in modules_of(module):

@@ -9,14 +9,14 @@ from deepspeed.errors import ArgumentError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Partition `num_items` into ranges whose lengths differ by at most one, longer ones first.
+    """Partition `num_items` into ranges with lengths that differ by at most one, longer ones first.
 
     Args:
         num_items: number of items.
         num_parts: number of parts; if there are more parts than items, the last ones are empty.
 
     Returns:
-        `num_parts` + 1 bounds: part i holds the items from bounds[i] up to bounds[i + 1].
+        `num_parts` + 1 bounds: part i has the items from bounds[i] up to bounds[i + 1].
 
     Raises:
         ArgumentError: `num_parts` is below 1.
@@ -57,7 +57,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _fill(sums: list[float], num_parts: int, limit: float) -> list[int]:
-    """Return the bounds if each part is filled up to `limit`, with one item left for each later part; may end early."""
+    """Return bounds of parts filled up to `limit`, with an item left for each later part; the last items may remain."""
     bounds, last = [0], len(sums) - 1
     for later in reversed(range(num_parts)):
         start = end = bounds[-1]

@@ -15,7 +15,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[Any]:
-    """Yield every object of these classes in nested containers, in order."""
+    """Yield every object of the classes `kinds` in nested containers, in order."""
     if isinstance(value, kinds):
         yield value
     elif isinstance(value, Mapping):
@@ -30,12 +30,12 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `change` to every tensor of nested containers. Containers without changed tensors are not copied."""
+    """Apply `change` to every tensor of nested lists, tuples and dicts; unchanged containers are not copied."""
     return map_leaves(change, torch.Tensor, value)
 
 
 def map_leaves(change: Callable[[Any], Any], kinds: type[Any], value: Any) -> Any:
-    """Apply `change` like `map_tensors`, to objects of other classes."""
+    """Apply `change` as `map_tensors` does, to objects of the class `kinds` instead of tensors."""
     if isinstance(value, kinds):
         return change(value)
     kind = cast("Any", type(value))

@@ -1,4 +1,4 @@
-"""Search for the tensors that autograd saves for backward in the graph of a computation's outputs."""
+"""Search for the tensors that autograd has saved for backward in a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage
 
 
 def saved_since(outputs: Iterable[torch.Tensor], since: int) -> Iterator[Any]:
-    """Yield the `SavedTensor`s of graph nodes that were created after `since`, except those with hooks."""
+    """Yield the `SavedTensor`s, except those with hooks, of graph nodes that were created after `since`; see `now`."""
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
@@ -32,7 +32,7 @@ def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
 
 
 def saved_by(node: object) -> Iterator[tuple[str, Any]]:
-    """Yield each saved tensor of a node: the attribute that unpacks and version-checks it, and the `SavedTensor`."""
+    """Yield (attribute that unpacks it and checks its version, `SavedTensor`) for each saved tensor of a node."""
     for name in _names_of(type(node)):
         unpacked = name.removeprefix("_raw")
         if not hasattr(type(node), unpacked):

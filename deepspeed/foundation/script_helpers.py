@@ -54,7 +54,10 @@ def move_to_device(
     Args:
         item: a tensor, nested containers of tensors, or an object with a `to` method (a module, a tokenizer's batch).
         device: target device.
-        criterion_func: move only tensors for which this function returns True.
+        criterion_func: selects the tensors to move, by returning True; None: all tensors.
+
+    Returns:
+        The same structure with moved tensors; containers without moved tensors are the same objects.
     """
     if criterion_func is None and hasattr(item, "to"):
         return item.to(device)
@@ -62,7 +65,7 @@ def move_to_device(
 
 
 def ensure_directory_exists(filename: str | Path) -> None:
-    """Create the parent folder of `filename`."""
+    """Create the parent folder of `filename`, and its parents, if they do not exist."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -82,10 +85,10 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
-    """Detach inputs from their graph; the resulting leaves require gradients like the inputs.
+    """Return inputs detached from their graph; the new leaves require gradients where the inputs do.
 
     Args:
-        inputs: tensors and other values, which are returned unchanged.
+        inputs: tensors, and other values, which are returned unchanged.
         device: device of the results; None: that of each tensor.
 
     Raises:
@@ -103,7 +106,7 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
 
 
 class MultiTensorApply:
-    """Calls an operator on lists of tensors with a fixed chunk size, in the form of Apex's kernels.
+    """Callable that passes a fixed chunk size to an operator on lists of tensors, as in NVIDIA Apex.
 
     Args:
         chunk_size: number of elements that a kernel processes at a time.
@@ -119,7 +122,7 @@ class MultiTensorApply:
 
 
 class DummyOptim:
-    """An optimizer that has `param_groups` but updates nothing."""
+    """Optimizer placeholder that has `param_groups` but updates nothing."""
 
     def __init__(self, params: Any) -> None:
         """Store the parameters.
@@ -134,7 +137,7 @@ class DummyOptim:
 def OnDevice(
     dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
 ) -> Generator[None, None, None]:
-    """Create tensors on `device`, and floating-point tensors with `dtype`, inside the context.
+    """Context that creates tensors on `device`, and floating-point tensors with `dtype`.
 
     Args:
         dtype: default dtype of floating-point tensors.
@@ -161,8 +164,8 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     """Return whether torch is at least `min_version` and at most `max_version`, by major and minor number.
 
     Args:
-        min_version: a number or text such as 2.1 or "2.10" (the number 2.10 is 2.1).
-        max_version: a number or text.
+        min_version: a number or text such as 2.1 or "2.10" (the number 2.10 is 2.1); None: no minimum.
+        max_version: a number or text; None: no maximum.
     """
     here = _major_minor(torch.__version__)
     at_least = min_version is None or here >= _major_minor(min_version)

@@ -1,4 +1,4 @@
-"""Recorder of spans (timed activities of this process) in a ring buffer; costs one branch when off.
+"""Recorder of spans (timed activities of this process) in a ring buffer; one branch per span when it is off.
 
 Times are nanoseconds of the monotonic clock, which all processes of a machine share.
 """
@@ -24,13 +24,13 @@ COUNT = "count"  # a number at a moment: `nbytes` is its value
 
 
 class Span(NamedTuple):
-    """A timed activity.
+    """Timed activity.
 
     Attributes:
-        begin, end: nanoseconds.
-        category: one of the categories above.
+        begin, end: nanoseconds of the clock `now`.
+        category: one of the constants of this module, such as `FORWARD`.
         label: name in reports.
-        module: name of the module or group; may be empty. For a message, the text after `of` in its label.
+        module: name of the module or group, or ""; for a message, the text after "of" in its label.
         nbytes: received bytes, or the value of a count.
         thread: thread of this process that recorded the span.
     """
@@ -49,7 +49,7 @@ now = time.monotonic_ns
 
 
 class _Open:
-    """An open span, as a context."""
+    """Context that records its span when it ends."""
 
     __slots__ = ("_recorder", "_what", "_begin")
 
@@ -104,11 +104,11 @@ class SpanRecorder:
         self.on = True
 
     def stop(self) -> None:
-        """Stop recording; recorded spans remain."""
+        """Stop recording; the recorded spans are kept for `take`."""
         self.on = False
 
     def take(self) -> tuple[list[Span], int]:
-        """Return and remove the spans, sorted by begin, and the number of spans that were dropped."""
+        """Remove and return the spans, sorted by begin, and the number of older spans that were dropped."""
         self._keep, ring, self._ring = _drop, list(self._ring), deque()
         written, self._count = next(self._count), itertools.count()
         spans = sorted(Span(*written) for written in ring)
@@ -116,18 +116,18 @@ class SpanRecorder:
         return spans, max(0, written - len(ring))
 
     def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
-        """Record a span that ends now; does nothing while the recorder is off."""
+        """Record a span that ends now, with the fields of `Span`; do nothing while the recorder is off."""
         if self.on:  # what can wait until spans are taken does: this is run thousands of times a second
             self._keep((begin, now(), category, label, module, nbytes, _thread()))
             next(self._count)
 
     def count(self, label: str, value: int) -> None:
-        """Record the current value of a counter."""
+        """Record the current value of the counter `label`."""
         if self.on:
             self.add(now(), COUNT, label, nbytes=value)
 
     def span(self, category: str, label: str = "", module: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context that records a span."""
+        """Return a context that records a span from its start to its end, with the fields of `Span`."""
         return _Open(self, (category, label, module, nbytes)) if self.on else _NOTHING
 
     def enter(self, category: str, label: str) -> None:

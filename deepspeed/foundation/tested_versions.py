@@ -1,4 +1,4 @@
-"""Log line for an integration with a client release that is newer than the tested ones."""
+"""Log line for client packages with a release that is newer than the newest tested one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BOUND = re.compile(r"([\w.-]+)[^;]*<=\s*([\w.]+)")
 
 
 def say_untested() -> None:
-    """Log one line for each imported client package that is newer than the newest tested release."""
+    """Log one line for each imported client package with a release newer than the newest tested one."""
     for name, newest in newest_tested().items():
         here = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(here, str) and _numbers(here) > _numbers(newest):
@@ -26,7 +26,7 @@ def say_untested() -> None:
 
 @functools.cache
 def newest_tested() -> dict[str, str]:
-    """Return the newest tested release of each package in the extras that has an upper bound, by module name."""
+    """Return the newest tested release by module name: the upper bounds of the extras in this package's metadata."""
     try:
         required = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:  # a tree on Python's path

@@ -10,21 +10,21 @@ from deepspeed.foundation.log import log_dist
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Return the mean without the largest and smallest `share` of the values; 0 if there are none."""
+    """Return the mean without the fraction `share` of values at either end; 0 if there are no values."""
     cut = int(len(values) * share)
     middle = sorted(values)[cut : len(values) - cut] if cut else values
     return sum(middle) / len(middle) if middle else 0.0
 
 
 def _no_wait() -> None:
-    """Do nothing: default of `synchronize`, for devices that are always synchronized."""
+    """Do nothing; the default of `synchronize`, for devices without asynchronous work."""
 
 
 class Timer:
-    """A timer in milliseconds.
+    """Timer that accumulates milliseconds between `start` and `stop`.
 
     Args:
-        name: name of the timer.
+        name: name in error messages.
         synchronize: function that waits for pending device work.
     """
 
@@ -52,8 +52,8 @@ class Timer:
         """Stop the timer; a timer that is not running is ignored.
 
         Args:
-            reset: drop earlier measurements.
-            record: include this measurement in `mean`.
+            reset: whether `elapsed` forgets earlier measurements.
+            record: whether `mean` includes this measurement.
         """
         if not self.started_:
             return
@@ -70,7 +70,7 @@ class Timer:
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the measured milliseconds; a running timer continues."""
+        """Return the accumulated milliseconds, and set them to 0 if `reset`; a running timer continues."""
         running = self.started_
         self.stop()
         elapsed = self._elapsed
@@ -86,7 +86,7 @@ class Timer:
 
 
 class HostWallClockTimer:
-    """Named timers: `timers("forward").start()`.
+    """Collection of named timers: `timers("forward").start()`.
 
     Args:
         synchronize: function that waits for pending device work.
@@ -118,10 +118,10 @@ class HostWallClockTimer:
         """Log one line with the milliseconds of the named timers.
 
         Args:
-            names: timers to show; unused timers are omitted.
-            normalizer: divisor of every figure.
-            reset: reset the timers to zero.
-            memory_breakdown: add the text of `memory_usage`.
+            names: timers to show; names without a timer are omitted.
+            normalizer: divisor of the milliseconds, such as a number of steps.
+            reset: whether the timers are set to 0.
+            memory_breakdown: whether the text of `memory_usage` is added.
             ranks: ranks that log; None: rank 0.
 
         Raises:
@@ -135,11 +135,11 @@ class HostWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """Return the device's memory use in one line; "" if there is no device."""
+        """Return the text for `memory_breakdown`: "" here; subclasses describe the device's memory."""
         return ""
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Return the mean **microseconds** of the named timers, divided by `normalizer`; `reset` drops the data."""
+        """Return the mean **microseconds** of the named timers, divided by `normalizer`; `reset` clears the timers."""
         means = {name: self.timers[name].mean() * 1e3 / normalizer for name in names if name in self.timers}
         if reset:
             for name in means:
@@ -169,14 +169,14 @@ _NO_TIMER = _NoTimer("none")
 
 
 class ThroughputMeter:
-    """Measure samples per second over all ranks, beginning after step `start_step`.
+    """Meter of samples per second over all ranks.
 
     Args:
         batch_size: samples of one global step, over all ranks.
         start_step: number of warm-up steps that are not measured.
         steps_per_output: global steps between two log lines; None or 0: no log lines.
-        synchronize: function that waits for pending device work; None: do not wait.
-        enabled: whether to measure.
+        synchronize: function that waits for pending device work; None: the meter does not wait.
+        enabled: False: `start` and `stop` do nothing.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ThroughputMeter:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Start a micro-step; a running one continues."""
+        """Start a micro-step; do nothing if one is running, or during the warm-up."""
         if self._enabled and self._begun is None and self.global_step_count >= self.start_step:
             self._synchronize()
             self._begun = time.perf_counter()
@@ -214,8 +214,8 @@ class ThroughputMeter:
         """End a micro-step.
 
         Args:
-            global_step: the micro-step was the last of its window, and the optimizer has stepped.
-            report_speed: log the figures at the interval `steps_per_output`.
+            global_step: whether the optimizer has stepped after this micro-step.
+            report_speed: whether the speed may be logged, every `steps_per_output` global steps.
         """
         if not self._enabled:
             return
@@ -234,7 +234,7 @@ class ThroughputMeter:
             self._step_time = 0.0
 
     def say(self, now: float) -> None:
-        """Log the figures.
+        """Log the average and the current speed on rank 0.
 
         Args:
             now: samples per second in the last step.

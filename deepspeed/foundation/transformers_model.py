@@ -1,4 +1,4 @@
-"""Properties of Transformers models: configs, vocabulary, blocks. Transformers is not imported."""
+"""Properties of Transformers models: configs, vocabulary, blocks. This module does not import Transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def text_config(model: Any, decoder: bool | None = None) -> Any:
 
     Args:
         model: any module, or a config.
-        decoder: of an encoder-decoder model, whether to take the decoder; None: Transformers' default.
+        decoder: for an encoder-decoder model, True: config of the decoder, False: of the encoder; None: Transformers'
+            default.
     """
     config: Any = getattr(model, "config", None) if isinstance(model, nn.Module) else model
     if not hasattr(config, "get_text_config"):
@@ -53,7 +54,7 @@ def text_config(model: Any, decoder: bool | None = None) -> Any:
 
 
 def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:
-    """Return the rows of a model's embedding, else the vocabulary size of its config; None if neither is known.
+    """Return the number of rows of a model's embedding, else the vocabulary size in its config; None if unknown.
 
     Args:
         model: any module, or a config, which has no embedding.
@@ -107,7 +108,7 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def outermost(modules: Mapping[str, Module]) -> dict[str, Module]:
-    """Return the modules that are in no other one of them, in the order of `named_modules`."""
+    """Return the modules that are not inside another of them; `modules` is in the order of `named_modules`."""
     outer: dict[str, Module] = {}
     for name, module in modules.items():
         if not any(not around or name.startswith(f"{around}.") for around in outer):
@@ -116,7 +117,7 @@ def outermost(modules: Mapping[str, Module]) -> dict[str, Module]:
 
 
 def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of two or more blocks of one class, by name, the longest first."""
+    """Return the outermost ModuleLists of two or more modules of one class, by name, the longest first."""
     lists = {
         name: module
         for name, module in _named(model)

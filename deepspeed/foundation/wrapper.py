@@ -1,4 +1,4 @@
-"""Wrappers that hold a model as `module` and forward attributes to it."""
+"""Base class of wrappers that have a model as `module` and forward attributes to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ModuleWrapper(nn.Module):
-    """Base class of modules that forward missing attributes to their child `self.module`."""
+    """Base class of modules that look up missing attributes in their child `self.module`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Mixture of experts: layers whose experts are divided among ranks."""
+"""Mixture of experts: expert parallelism for layers of unedited models, and the explicit `MoE` layer."""
 
 from __future__ import annotations
 

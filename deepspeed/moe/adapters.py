@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters on packed experts (`target_parameters`): a rank keeps the adapters of its own experts.
+"""LoRA adapters (PEFT) on packed experts (`target_parameters`): a rank keeps the adapters of its own experts.
 
 An adapter of E experts and rank r has A (E r, in), with rows grouped by expert, and B (out, r E), with columns grouped
 by rank. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all experts, and B (out,
@@ -20,7 +20,7 @@ Segments = list[tuple[int, int]]
 
 
 class ExpertPart(NamedTuple):
-    """Part of a module's parameter for the experts of this rank: segments of one dim."""
+    """Slice of a module's parameter for the experts of this rank: (start, length) segments of one dim."""
 
     owner: nn.Module
     key: str
@@ -29,12 +29,12 @@ class ExpertPart(NamedTuple):
 
     @property
     def param(self) -> nn.Parameter:
-        """Parameter of this part, whole or divided."""
+        """The parameter itself, before or after its division."""
         return self.owner.get_parameter(self.key)
 
 
 def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """Return the PEFT wrappers of the parameters of a module of experts."""
+    """Return the PEFT wrappers in a model that adapt the parameters of a module of experts."""
     layers = sys.modules.get("peft.tuners.lora.layer")  # not imported: then nothing is wrapped
     kind = getattr(layers, "ParamWrapper", ())
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
@@ -42,12 +42,13 @@ def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
 
 
 def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) -> Iterator[ExpertPart]:
-    """Return the adapters' segments of the experts that one of `ep` ranks has.
+    """Yield the slices of a wrapper's adapters for the experts of one rank.
 
     Args:
-        wrapper: of `wrappers_of`; its experts are whole.
-        structure: of the module of experts.
-        part: position of the rank's experts.
+        wrapper: wrapper from `wrappers_of`, with the adapters of all experts.
+        structure: structure of the module of experts.
+        ep: number of ranks among which the experts are divided.
+        part: index, among these ranks, of the share of experts.
     """
     packed, count = wrapper.get_param(), structure.count
     size = getattr(packed, "ds_shape", packed.shape)[0]
@@ -63,7 +64,7 @@ def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) ->
 
 
 def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
-    """Let a wrapper of `count` experts reshape its adapters for the experts of this rank."""
+    """Set the number of experts of a wrapper of `count` experts, by which it reshapes adapters, to `local_count`."""
     if wrapper.num_experts == count:
         wrapper.num_experts = local_count
 

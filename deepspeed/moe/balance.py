@@ -1,16 +1,16 @@
-"""Balances experts over the tokens of all ranks: by the model's auxiliary loss, or by a bias of its routers.
+"""Balance of experts over the tokens of all ranks: by the model's auxiliary loss, or by a bias of its routers.
 
-With c_e of N tokens that chose expert e, and the sum s_e of its probabilities, the auxiliary loss is a number times
-sum(c_e s_e) / N². A model computes it of the tokens of one rank. Of all ranks' tokens it is another loss: the mean of
-the ranks' losses is larger wherever their data differ, and its gradient evens out each rank for itself.
+Let c_e be the number of N tokens that chose expert e, and s_e the sum of the tokens' probabilities of e. The auxiliary
+loss is sum(c_e s_e) / N² times a constant. A model computes it from the tokens of one rank. The mean of the ranks'
+losses is not the loss of all tokens: it is larger where their data differ, and balances the experts on each rank alone.
 
-| "balance"   | c and N of the shares c_e / N             | s and N of the mean probabilities s_e / N |
+| "balance"   | tokens of the shares c_e / N              | tokens of the mean probabilities s_e / N  |
 |-------------|-------------------------------------------|-------------------------------------------|
-| "model"     | the tokens of this rank                   | the tokens of this rank                   |
-| "all_ranks" | the micro-batch, of all ranks             | the micro-batch, of all ranks             |
-| "window"    | the window so far, of all ranks           | the micro-batch, of all ranks             |
+| "model"     | this rank's micro-batch                   | this rank's micro-batch                   |
+| "all_ranks" | the micro-batches of all ranks            | the micro-batches of all ranks            |
+| "window"    | of all ranks, since the last update       | the micro-batches of all ranks            |
 
-Counts have no gradient, so one sum over the ranks in forward is enough: a rank differentiates the loss by its own
+Counts have no gradient, so one sum over the ranks in forward is enough: each rank differentiates the loss by its own
 tokens' probabilities, and the mean of the ranks' gradients is the gradient of the loss of all tokens.
 """
 
@@ -36,12 +36,12 @@ _SAME = 1e-4  # relative difference between a model's auxiliary loss and the for
 
 @dataclass(frozen=True, eq=False)
 class RoutingStatistics:
-    """What the auxiliary loss looks at.
+    """Statistics of a router's choices from which the auxiliary loss is computed.
 
     Args:
-        chosen: (E,) c, how many tokens chose each expert.
-        sums: (E,) s, the sum of its probabilities over the tokens, with a gradient.
-        rows: 0-d N, the number of tokens.
+        chosen: (E,) c, number of tokens that chose each expert.
+        sums: (E,) s, sum over the tokens of the probability of each expert, with a gradient.
+        rows: 0-d N, number of tokens.
     """
 
     chosen: torch.Tensor
@@ -49,18 +49,18 @@ class RoutingStatistics:
     rows: torch.Tensor
 
     def mean_product(self) -> torch.Tensor:
-        """sum(c_e s_e) / N² of these tokens."""
+        """Return sum(c_e s_e) / N² of these tokens (0-d)."""
         rows = self.rows.clamp(min=1)
         return ((self.sums / rows) * (self.chosen / rows)).sum()
 
     @classmethod
     def of(cls, logits: Sequence[torch.Tensor], k: int, mask: torch.Tensor | None) -> RoutingStatistics:
-        """Of routers of several layers together, as Transformers' `load_balancing_loss_func` does it.
+        """Compute statistics over the routers of several layers together, as Transformers' `load_balancing_loss_func`.
 
         Args:
-            logits: (T, E) of each layer.
-            k: experts of a token.
-            mask: (B, T) with B T rows, 0 for padding.
+            logits: router logits (tokens, E) of each layer.
+            k: number of experts per token.
+            mask: attention mask with one element per token, 0 for padding; None: no padding.
         """
         chosen: Any = 0.0
         sums: Any = 0.0
@@ -78,12 +78,12 @@ class RoutingStatistics:
 
 
 class AllTokens:
-    """Adds up the statistics of one auxiliary loss over ranks, and in "window" over the micro-batches so far.
+    """Sum of the statistics of one auxiliary loss over ranks, and with `window` also over micro-batches.
 
     Args:
-        axis: ranks whose tokens count together; all call together.
-        window: shares are those of the window so far.
-        name: of the layer, for reports.
+        axis: the ranks over which tokens are counted; all of them call together.
+        window: whether the shares c_e / N count all tokens since the last update (`end_window`).
+        name: name of the layer or model in error messages.
     """
 
     def __init__(self, axis: Axis, window: bool, name: str) -> None:
@@ -92,10 +92,13 @@ class AllTokens:
         self._forwards: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of the window: own, all, shares
 
     def mean_product(self, own: RoutingStatistics, again: bool = False) -> torch.Tensor:
-        """sum(c_e s_e) / N² of all tokens; its gradient is that by this rank's tokens, times the number of ranks.
+        """Return sum(c_e s_e) / N² of the tokens of all ranks (0-d).
+
+        Its gradient is that by this rank's tokens, times the number of ranks, since the ranks' gradients are averaged.
 
         Args:
-            again: a forward runs again, in backward: the sums of its first run are taken.
+            own: statistics of this rank's tokens.
+            again: whether activation checkpointing recomputes a forward; it reuses the sums of the first run.
         """
         wide = torch.promote_types(own.sums.dtype, torch.float64)
         flat = torch.cat([own.chosen.to(wide), own.sums.detach().to(wide), own.rows.to(wide).view(1)])
@@ -113,7 +116,7 @@ class AllTokens:
         return local + (value.to(local) - local.detach())
 
     def end_window(self) -> None:
-        """The window is over: statistics begin anew."""
+        """Reset the statistics, after an update."""
         self._so_far = None
         self._forwards.clear()
 
@@ -122,7 +125,13 @@ _running: list[tuple[AllTokens, bool]] = []  # gates whose forward runs, and whe
 
 
 def mean_product(chosen: torch.Tensor, sums: torch.Tensor, rows: int) -> torch.Tensor:
-    """sum(c_e s_e) / N² of a gate's tokens, or where "balance" says so of all ranks'; for the gates of `MoE` layers."""
+    """Return sum(c_e s_e) / N² (0-d) of a `MoE` gate's tokens on this rank, or, with a `GateLoss`, on all ranks.
+
+    Args:
+        chosen: (E,) number of tokens that chose each expert.
+        sums: (E,) sum over the tokens of the probability of each expert.
+        rows: number of tokens.
+    """
     if not _running:
         return ((sums / max(1, rows)) * (chosen / max(1, rows))).sum()
     own = RoutingStatistics(chosen, sums, torch.tensor(rows, dtype=torch.float64, device=sums.device))
@@ -130,10 +139,12 @@ def mean_product(chosen: torch.Tensor, sums: torch.Tensor, rows: int) -> torch.T
 
 
 class GateLoss:
-    """Makes the balance loss of a `MoE` layer's gate that of all ranks' tokens.
+    """Hooks that make a `MoE` layer's gate compute its balance loss from the tokens of all ranks.
 
     Args:
-        forward: a `TrainingForward`.
+        gate: the gate (`TopKGate`).
+        tokens: an `AllTokens` over the ranks.
+        forward: a `TrainingForward`; forwards that do not train are unchanged.
     """
 
     def __init__(self, gate: nn.Module, tokens: AllTokens, forward: Any) -> None:
@@ -156,11 +167,15 @@ class GateLoss:
 
 
 class ModelLoss:
-    """Makes the auxiliary loss of a Transformers model that of all ranks' tokens, after its forward.
+    """Hook that replaces the auxiliary loss of a Transformers model by that of all ranks' tokens, after each forward.
 
-    The output has the routers' logits and the auxiliary loss. First the loss of this rank's tokens is computed from the
-    logits; if it is not what the model says, the model computes something else, and is refused. Then the loss of all
-    tokens takes its place, in the output and in the model's loss, with the factor that autograd finds there.
+    The output contains the routers' logits and the auxiliary loss. The hook recomputes the loss of this rank's tokens
+    from the logits, and raises ExpertParallelError if it differs from the model's, which then uses another formula.
+    Else the loss of all tokens replaces it, in the output and in the model's total loss, with its factor there.
+
+    Args:
+        model: model with `router_logits` and `aux_loss` in its output.
+        tokens: an `AllTokens` over the ranks.
     """
 
     def __init__(self, model: nn.Module, tokens: AllTokens) -> None:
@@ -184,7 +199,7 @@ class ModelLoss:
         return output
 
     def _parts(self, output: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The logits of the routers, (T, E) each, and the auxiliary loss."""
+        """Return the routers' logits, (T, E) each, and the auxiliary loss; ExpertParallelError if they are missing."""
         logits, loss = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
         if not isinstance(loss, torch.Tensor) or not isinstance(logits, tuple) or not logits:
             raise self._refusal(
@@ -199,7 +214,7 @@ class ModelLoss:
         return [layer.reshape(-1, layer.shape[-1]) for layer in logits], loss
 
     def _statistics(self, logits: list[torch.Tensor], mask: Any, loss: torch.Tensor) -> RoutingStatistics:
-        """Of this rank's tokens; with the number of experts, and the mask, that give the model's own loss."""
+        """Return statistics of this rank's tokens for the experts per token and mask that give the model's loss."""
         wanted, others = float(loss.detach()), []
         fits = isinstance(mask, torch.Tensor) and mask.numel() == logits[0].shape[0]
         for k, masked in self._formulas(logits[0].shape[1], fits):
@@ -215,7 +230,7 @@ class ModelLoss:
         )
 
     def _formulas(self, experts: int, fits: bool) -> Iterator[tuple[int, bool]]:
-        """Numbers of experts and whether there is a mask; what fitted before comes first."""
+        """Yield candidates (experts per token, whether masked), the last match first; `fits`: there is a mask."""
         if self._formula is not None and (fits or not self._formula[1]):
             yield self._formula
         for masked in (True, False) if fits else (False,):
@@ -232,17 +247,19 @@ class ModelLoss:
 
 
 class RouterBias:
-    """Balances without a loss: after a step, b_e += speed × sign(mean load - load_e) (Wang et al. 2024, DeepSeek-V3).
+    """Balance without a loss: after an update, b_e += speed × sign(mean load - load_e) (arXiv:2408.15664, DeepSeek-V3).
 
-    The bias is a buffer or frozen parameter of E numbers beside the experts, which the model adds to the scores that
-    choose them, and to nothing else. It is equal on all ranks, since the loads are those of all ranks.
+    The bias b is a buffer or frozen parameter with E elements, next to the experts in the model. The model adds it to
+    the scores by which tokens choose experts, but not to the weights. It is equal on all ranks, since loads are counted
+    over all ranks.
 
     Args:
-        layers: name, module and number of experts of each layer.
-        speed: how much a bias changes.
+        model: the model.
+        layers: (name, module, number of experts) of each layer, as from `layers_of`.
+        speed: change of each bias per update.
 
     Raises:
-        ExpertParallelError: a layer has no such bias, or one of too few bits.
+        ExpertParallelError: a layer has no such bias, or one with less precision than fp32.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module, int]], speed: float) -> None:
@@ -251,7 +268,7 @@ class RouterBias:
 
     @torch.no_grad()
     def update(self, counts: dict[str, torch.Tensor]) -> None:
-        """Move the biases by the (E,) counts of each layer, of all ranks. All ranks call together."""
+        """Update the biases from the (E,) token counts over all ranks, by layer name. All ranks call together."""
         for name, count in counts.items():
             load, bias = count.double(), self._biases[name]
             step = self._speed * (load.mean() - load).sign()
@@ -263,7 +280,7 @@ class RouterBias:
 
 
 def _bias_of(model: nn.Module, name: str, module: nn.Module, experts: int) -> torch.Tensor:
-    """The bias that a layer's router adds to the scores, found beside the experts."""
+    """Return the bias that a layer's router adds to its scores, or raise ExpertParallelError; see `RouterBias`."""
     inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     parent = name.rpartition(".")[0]
     block = model.get_submodule(parent)

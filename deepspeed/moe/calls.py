@@ -1,14 +1,14 @@
-"""Forms of calls to modules of experts: which arguments hold the tokens, their experts, and their weights.
+"""Forms of calls to modules of experts: the arguments with the tokens, their experts, and their weights.
 
-Every form is read as pairs of a row and an expert. The pairs of this rank's experts are written back into a call of the
-same form. There is a `CallForm` for each:
+A call of any form is converted to pairs (row, expert). The pairs of one rank's experts are converted back to a call of
+the same form. There is a `CallForm` for each:
 
 | form    | arguments                                                   | such as                               |
 |---------|-------------------------------------------------------------|---------------------------------------|
 | choices | tokens (…, H), T in all; experts (T, k); weights (T, k)     | the experts of Transformers 5         |
 | masks   | tokens (T, H); one-hot over experts (T, k, E); weights      | Switch Transformers: 0 where dropped  |
-| counts  | rows (S, H) sorted by expert; the number of rows of each    | JetMoE                                |
-| blocks  | rows (E T, H), as many of each expert; 0 where not chosen   | Llama 4                               |
+| counts  | rows (S, H) sorted by expert; rows per expert (E,)          | JetMoE                                |
+| blocks  | rows (E T, H): T for each expert, 0 where it is not chosen  | Llama 4                               |
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TOKENS, _CHOICES = 16, 2  # of an example
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of a call and their experts.
+    """Call of a module of experts, converted from any form.
 
     Args:
-        rows: (T, H).
-        index: (T, k) integer, -1 for no expert.
-        weights: (T, k).
-        shape: shape of the result without its last dim.
-        where: (T,) int64: position of each row in the result; None: the same order.
+        rows: (T, H) tokens.
+        index: (T, k) integer: chosen experts of each row; -1: no expert.
+        weights: (T, k) weights of the chosen experts.
+        shape: shape of the module's result without its last dim.
+        where: (T,) int64: position of each row in the flattened result; None: the same order.
     """
 
     rows: torch.Tensor
@@ -53,29 +53,29 @@ class Call:
 
 
 class CallForm:
-    """One form of calls, with its name in the table above."""
+    """Base class of the forms of calls; `name` is the name in the table of this module."""
 
     name = ""
 
     def fits(self, names: list[str]) -> bool:
-        """Return whether a forward with parameters of these names may have this form."""
+        """Return whether a forward with these parameter names may be called in this form."""
         raise NotImplementedError
 
     def read(self, values: list[Any], count: int) -> Call | None:
-        """Read the arguments of a call to a module with `count` experts; None if they have another form."""
+        """Convert the arguments of a call to a module with `count` experts; None if they have another form."""
         raise NotImplementedError
 
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
-        """Call a module of `count` experts with (P, H) rows, an expert (P,) and a weight (P,) each; return (P, H')."""
+        """Call the forward of `count` experts for (P, H) rows with (P,) experts and weights; return (P, H') results."""
         raise NotImplementedError
 
     def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
-        """Return random arguments for a module of `count` experts, with the dtype and device of `like`."""
+        """Return random arguments of width H = `width` for `count` experts, with the dtype and device of `like`."""
         raise NotImplementedError
 
 
 class Choices(CallForm):
-    """Tokens, the experts of each, their weights."""
+    """Form "choices": tokens, the experts of each token, and their weights."""
 
     name = "choices"
 
@@ -103,7 +103,7 @@ class Choices(CallForm):
 
 
 class TwoChoices(Choices):
-    """The same, for a module that does not run with one choice of each token: the other has weight 0."""
+    """Form "choices" for a module that cannot run with one expert per token: a second expert gets weight 0."""
 
     name = "twochoices"
 
@@ -114,7 +114,7 @@ class TwoChoices(Choices):
 
 
 class ChoiceMasks(Choices):
-    """Tokens, a one-hot mask over experts for each choice, weights."""
+    """Form "masks": tokens, a one-hot mask over the experts for each choice, and weights."""
 
     name = "masks"
 
@@ -138,7 +138,7 @@ class ChoiceMasks(Choices):
 
 
 class Counts(CallForm):
-    """Rows that are sorted by their expert, and how many each has."""
+    """Form "counts": rows sorted by expert, and the number of rows of each expert."""
 
     name = "counts"
 
@@ -168,7 +168,7 @@ class Counts(CallForm):
 
 
 class Blocks(CallForm):
-    """Rows of the first expert, as many of the second, and so on; rows of zeros give zeros, and are not sent."""
+    """Form "blocks": an equal number of rows for each expert, in order; rows of zeros are not sent and give zeros."""
 
     name = "blocks"
 
@@ -202,21 +202,27 @@ FORMS: tuple[CallForm, ...] = (Choices(), TwoChoices(), ChoiceMasks(), Counts(),
 
 
 def values_of(kind: type, module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments of a call in the order of the forward's parameters, without defaults."""
+    """Return the arguments of a call of `module`, in the order of the parameters of the forward of class `kind`."""
     return list(signature_of(kind).bind(module, *args, **kwargs).arguments.values())[1:]
 
 
 def read_call(form: CallForm, values: list[Any], count: int, name: str) -> Call:
-    """Return tokens, choices and weights among the arguments of a call.
+    """Convert the arguments of a call in one form.
+
+    Args:
+        form: the form.
+        values: the arguments, as from `values_of`.
+        count: number of experts of the module.
+        name: name of the module in error messages.
 
     Raises:
-        ExpertParallelError: there are others, or their shapes are not those of the form.
+        ExpertParallelError: the arguments or their shapes are not those of the form.
     """
     return read_any((form,), values, count, name)
 
 
 def read_any(forms: Sequence[CallForm], values: list[Any], count: int, name: str) -> Call:
-    """Read a call by the first of several forms that it has; see `read_call`."""
+    """Convert the arguments of a call in the first of several forms that matches; see `read_call`."""
     call = next((call for call in (form.read(values, count) for form in forms) if call is not None), None)
     if call is None:
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
@@ -229,7 +235,7 @@ def read_any(forms: Sequence[CallForm], values: list[Any], count: int, name: str
 
 
 def signature_of(kind: type) -> inspect.Signature:
-    """Return the signature of a module's own forward; wrappers that take *args are skipped."""
+    """Return the signature of the forward of a module class; overrides that take *args are skipped."""
     signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
     own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
     return (own or signatures)[0]

@@ -1,8 +1,8 @@
-"""Send tokens to the ranks that hold their experts, and send the results back.
+"""Exchange of tokens: to the ranks of their experts, and of the results back (all-to-all).
 
-Each expert is on one rank of an axis. A token is sent once to every rank that holds at least one of its experts, along
-with the weights of these experts; the token's own rank adds the results. No token is dropped, and buffers have no
-padding: ranks first exchange their token counts. All ranks take part in every exchange, even with no tokens to send.
+Each expert is on one rank of an axis. A token is sent once to every rank with at least one of its experts, along with
+the weights of these experts; the token's own rank adds the results. No token is dropped, and buffers have no padding:
+ranks first exchange their token counts. All ranks take part in every exchange, even with no tokens to send.
 
 | step     | forward                              | backward                             |
 |----------|--------------------------------------|--------------------------------------|
@@ -33,10 +33,10 @@ class Routing:
 
     Args:
         axis: the ranks among which the experts are divided.
-        name: name of the layer, for messages.
+        name: name of the layer in error messages.
         tokens: number of tokens T of this rank.
         sent: (S,) int64: token indices in send order; a token occurs once for each rank that receives it.
-        choices: (S, k) bool: True where the receiving rank holds that expert choice of the token.
+        choices: (S, k) bool: True where the receiving rank has the chosen expert.
         table: table[r][p] is the number of rows that rank r sends to rank p.
     """
 
@@ -53,7 +53,9 @@ class Routing:
 
         Args:
             index: (T, k) integer: the experts chosen by each token.
-            owner: (experts,) int64: for each expert, the position on the axis of its rank.
+            owner: (experts,) int64: position on the axis of the rank of each expert.
+            axis: the ranks among which the experts are divided.
+            name: name of the layer in error messages.
         """
         goes = owner.to(index.device)[index.long()]  # (T, k)
         choices = goes.unsqueeze(0) == torch.arange(axis.size, device=index.device).view(-1, 1, 1)  # (ranks, T, k)
@@ -72,15 +74,15 @@ class Routing:
         return sum(row[self.axis.rank] for row in self.table)
 
     def to_experts(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Send (S, …) rows in the order of `sent`; return (R, …) rows received, in order of their source ranks.
+        """Send (S, …) rows in the order of `sent`; return the (R, …) received rows, ordered by source rank.
 
         Args:
-            parts: tensors that are sent in one exchange, each with a word for its label.
+            parts: (name in error messages, rows) of the tensors that are sent in one exchange.
         """
         return self._move(parts, self.table, "experts")
 
     def to_tokens(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return (R, …) rows to the ranks that sent them; return (S, …) rows received, in the order of `sent`."""
+        """Send (R, …) rows back (inverse of `to_experts`); return the (S, …) received rows in the order of `sent`."""
         back = [list(column) for column in zip(*self.table, strict=True)]
         return self._move(parts, back, "tokens")
 
@@ -91,13 +93,13 @@ class Routing:
         return all_to_all_rows(self.axis, labelled, table)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy the rows of (T, …) tokens in the order of `sent`: (S, …), where other ranks can read them in place."""
+        """Return a copy (S, …) of the (T, …) tokens in the order of `sent`, in memory that other ranks can read."""
         count, width = len(self.sent), rows.shape[1:]
         copies = self.axis.empty(count * width.numel(), rows.dtype, rows.device).view(count, *width)
         return torch.index_select(rows, 0, self.sent, out=copies)
 
     def scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum (S, H) rows that belong to the same token; returns (T, H)."""
+        """Sum the (S, H) rows of each token; return (T, H)."""
         return rows.new_zeros(self.tokens, *rows.shape[1:]).index_add_(0, self.sent, rows)
 
 
@@ -125,10 +127,10 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _SameOnAllRanks(torch.autograd.Function):
-    """Save a tensor between experts and combine, so that all ranks recompute together in activation checkpointing.
+    """Identity that saves a tensor, so that all ranks recompute at the same time in activation checkpointing.
 
-    Recomputation begins when backward first reads a saved tensor, and ends with the last saved tensor. The experts of a
-    rank without rows save none, so that rank would recompute, and exchange rows, at another time or never.
+    Recomputation begins when backward first reads a saved tensor. On a rank without rows, the experts save no tensors,
+    so without this function the rank would recompute, and exchange rows, at another time or never.
     """
 
     @staticmethod
@@ -162,14 +164,15 @@ def dispatch(
     Args:
         hidden: (T, H) tokens.
         weights: (T, k) weights of their chosen experts.
-        chosen: (S, k) integer: numbers of the chosen experts on the receiving rank, in send order.
+        chosen: (S, k) integer: indices of the chosen experts on the receiving rank, in send order.
+        routing: destinations of these tokens.
 
     Returns:
-        (R, H) tokens received from all ranks, their (R, k) weights, 0 for experts on other ranks, and (R, k) `chosen`.
+        (R, H) tokens received from all ranks, their (R, k) weights (0 for experts on other ranks), and (R, k) `chosen`.
     """
     return _Dispatch.apply(hidden, weights, chosen, routing)  # type: ignore[return-value]
 
 
 def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return (R, H) results to the tokens' ranks and sum them by token: (T, H). All ranks call together."""
+    """Send (R, H) results back to the tokens' ranks; return their (T, H) sums by token. All ranks call together."""
     return _Combine.apply(_SameOnAllRanks.apply(rows), routing)  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Divides the experts of a model among ranks, without changes to its code.
+"""Expert parallelism: division of the experts of a model among ranks, without changes to its code.
 
 A module of experts is found by its structure (`structure.py`) and the form of its calls (`calls.py`), not by its class.
-It is tested on random tokens first: the results of its parts must add up to the result of the whole. Then each rank
-keeps its experts; module and parameters stay the same objects, so an optimizer that was built before stays valid. The
+It is tested on random tokens first: the results of the ranks' experts must add up to the result of the whole module.
+Then each rank keeps its experts; module and parameters stay the same objects, so an existing optimizer stays valid. The
 forward sends tokens to their experts (`exchange.py`) and runs the module's own code there.
 """
 
@@ -37,13 +37,13 @@ from deepspeed.zero.parameters.parameter import StandIn, is_managed
 
 
 class ExpertLocation:
-    """Which of a layer's experts this rank has; copies of the layer share it.
+    """Share of this rank in the experts of a layer; deep copies of the layer share the object.
 
     Args:
-        axis: ranks that have the layer's experts together.
-        name: of the module, for reports.
-        count: number of experts of all ranks.
-        order: position on the axis of the rank with the first experts, the second, and so on.
+        axis: the ranks among which the layer's experts are divided.
+        name: name of the module in error messages.
+        count: number of experts on all ranks together.
+        order: positions on the axis of the ranks, in the order of their experts.
     """
 
     def __init__(self, axis: Axis, name: str, count: int, order: list[int]) -> None:
@@ -59,7 +59,7 @@ class ExpertLocation:
 
 
 class DividedExperts(nn.Module):
-    """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
+    """Mixin of modules of experts with only the experts of this rank; `become_parallel` creates the classes."""
 
     location: ExpertLocation
     structure: ExpertStructure
@@ -67,7 +67,7 @@ class DividedExperts(nn.Module):
     first_local: int  # the number of an expert of this rank
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the whole module; all ranks that share the experts call together, also without tokens."""
+        """Compute the whole module's result. All ranks of the axis call together, also those without tokens."""
         location, structure = self.location, self.structure
         with alarmed(lambda: f"experts of {location.name}"):  # all ranks combine, or none
             values = values_of(type(self), self, args, kwargs)
@@ -80,7 +80,7 @@ class DividedExperts(nn.Module):
         return call.result(combine(results, routing))
 
     def _run(self, forward: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run the experts of this rank on (R, H) rows; a rank without rows gets results of the same dtype and width."""
+        """Run the experts of this rank on (R, H) rows; without rows, return (0, H') with gradients of 0."""
         structure, ep = self.structure, self.location.axis.size
         with counting(self, structure, ep):
             if rows.shape[0]:
@@ -98,11 +98,16 @@ class DividedExperts(nn.Module):
 def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     """Divide the experts of all layers among `ep` ranks, in place. All ranks call together, with whole models.
 
+    Args:
+        model: the model; values are those of the first rank.
+        mesh: mesh of all ranks.
+        ep: number of ranks among which the experts of a layer are divided.
+
     Returns:
-        Names of the modules whose experts are divided.
+        Names of the divided modules of experts.
 
     Raises:
-        ExpertParallelError: the model has none that can be divided, or their number is no multiple of `ep`.
+        ExpertParallelError: the model has no experts, they cannot be divided, or their number is no multiple of `ep`.
         MeshError: `ep` does not divide the ranks of dp_shard x sp.
     """
     modules = [entry for entry in find_experts(model) if not isinstance(entry[1], DividedExperts)]
@@ -151,14 +156,14 @@ def _kind_of(module: nn.Module, structure: ExpertStructure) -> Any:
 
 
 def _has_divided(module: nn.Module, structure: ExpertStructure) -> bool:
-    """Return whether a module's packed experts were divided before, with another module that is tied to it."""
+    """Return whether a module's packed experts are divided already, through a module with the same parameters."""
     return bool(structure.packed) and all(placement_of(module.get_parameter(key)).ep > 1 for key in structure.packed)
 
 
 def _try(
     known: dict[Any, ExpertStructure], kind: Any, name: str, module: nn.Module, structure: ExpertStructure, ep: int
 ) -> ExpertStructure:
-    """Return the structure of a module with the form of its calls; modules of one kind are tried once.
+    """Test a module and return its structure with the form of its calls; modules of one `kind` are tested once.
 
     Raises:
         ExpertParallelError: the module cannot be divided.
@@ -171,7 +176,7 @@ def _try(
 
 
 def _shard_again(name: str, places: Iterable[tuple[nn.Module, str]], mesh: Mesh) -> None:
-    """Shard parameters, by module and key, over the ranks that have the same experts; not those that are gone."""
+    """Shard parameters, given by module and name, over the ranks with the same experts; missing ones are skipped."""
     for owner, key in places:
         param = dict(owner.named_parameters()).get(key)
         if param is None:
@@ -183,7 +188,7 @@ def _shard_again(name: str, places: Iterable[tuple[nn.Module, str]], mesh: Mesh)
 
 
 def order_of(mesh: Mesh, ep: int) -> list[int]:
-    """Positions on the axis of `ep` ranks of the one with the first experts, the second, and so on."""
+    """Return the positions, on the axis of `ep` ranks, of the ranks in the order of their experts."""
     ranks = mesh.axis("ep", ep=ep).ranks
     place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(ranks)}
     return [place_of[index] for index in range(ep)]
@@ -195,7 +200,14 @@ _classes: dict[type, type] = {}
 def become_parallel(
     module: nn.Module, location: ExpertLocation, structure: ExpertStructure, adapted: Iterable[ExpertPart] = ()
 ) -> None:
-    """Make a module, and the adapters on it, keep the experts of this rank, in place."""
+    """Reduce a module of experts, and the adapters on it, to the experts of this rank, in place.
+
+    Args:
+        module: module with all experts.
+        location: share of this rank.
+        structure: structure of the module, with one form of calls.
+        adapted: slices of its adapters' parameters for this rank.
+    """
     kind, ep = type(module), location.axis.size
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
@@ -223,9 +235,12 @@ def become_parallel(
 
 
 def _whole_state(experts: Any, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put all experts, or their adapters, into a state dict. All ranks must call this.
+    """State-dict hook that gathers the experts, or their adapters, of all ranks. All ranks must call `state_dict`.
 
-    With `keep_vars=True` the parameters of this rank stay.
+    With `keep_vars=True` the state dict has only the parameters of this rank.
+
+    Raises:
+        UsageError: the parameters are sharded (ZeRO stage 3).
     """
     location, children = experts.location, experts.structure.children
     params = dict(module.named_parameters())
@@ -250,7 +265,7 @@ def _whole_state(experts: Any, module: nn.Module, state: dict[str, Any], prefix:
 
 
 def _children(module: Any, name: str, param: torch.Tensor, label: str) -> dict[str, torch.Tensor]:
-    """Return, by name, the parameter of a child and those of its counterparts on the other ranks."""
+    """Gather the parameter of a child, and those of its counterparts on the other ranks, by name."""
     location, structure = module.location, module.structure
     every = gathered(param, location.axis, 0, label=label).chunk(location.axis.size)
     child, _, rest = name.partition(".")
@@ -260,5 +275,5 @@ def _children(module: Any, name: str, param: torch.Tensor, label: str) -> dict[s
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether ranks have experts of their own."""
+    """Return whether experts of the model are divided among ranks."""
     return any(placement_of(param).ep > 1 for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Local experts of a layer, as children of one module."""
+"""Experts of one rank of a `MoE` layer, as children of one module."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 class ExpertList(nn.ModuleList):
-    """List of this rank's experts; indexing counts local experts.
+    """List of this rank's experts, indexed from 0.
 
-    The name of a child is the number of the expert in the whole layer, so a name means the same tensor on all ranks.
+    The name of a child is the index of the expert in the whole layer, so names in state dicts are unique over ranks.
 
     Args:
         experts: the experts of this rank.
@@ -54,9 +54,9 @@ class Experts(nn.Module):
     """Copies of one expert, run one after the other.
 
     Args:
-        expert: a module that maps (rows, H) to (rows, H'), or to a tuple that starts with (rows, H'); it is copied.
+        expert: a module that maps (rows, H) to (rows, H'), or to a tuple with this result first; it is copied.
         num_local_experts: number of experts on this rank.
-        expert_group_name: name of the expert-parallel group; the parameters get it as attribute `group_name`.
+        expert_group_name: name of the expert-parallel group, set as attribute `group_name` of the parameters; or None.
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
@@ -73,8 +73,9 @@ class Experts(nn.Module):
 
         Args:
             inputs: (ranks, local experts, slots, H), a block for each expert; with `index`, (R, H) rows.
-            index: (R, k) local experts chosen by each row; values outside of [0, num_local_experts) are ignored.
-            weights: (R, k) weights of the chosen experts.
+            index: (R, k) local experts chosen by each row; values outside of [0, num_local_experts) are ignored. None:
+                `inputs` has blocks.
+            weights: (R, k) weights of the chosen experts; None: `inputs` has blocks.
 
         Returns:
             (ranks, local experts, slots, H'); with `index`, (R, H'): the weighted sum of the results for each row.

@@ -1,4 +1,7 @@
-"""Expert groups behind `deepspeed.utils.groups`. A group is named `ep_size_<n>` for expert-parallel size n."""
+"""Process groups of `deepspeed.utils.groups`; those for expert-parallel size n have the name `ep_size_<n>`.
+
+Functions with a `group_name` raise ArgumentError for a name without groups.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _sizes: dict[str, int] = {}  # expert-parallel size by group name
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Do nothing except warn: each `MoE` layer has its own `ep_size`."""
+    """Do nothing but log a warning: each `MoE` layer has its own `ep_size`."""
     warn_once("groups.initialize does nothing: give MoE layers their ep_size, and deepspeed.initialize the mpu")
 
 
@@ -31,11 +34,12 @@ def _create_expert_and_data_parallel(
 
     Args:
         expert_parallel_size_: number of ranks among which the experts of a layer are divided.
-        mp_size, pp_size, mp_mode, folding_spec: ignored; the current mesh is used.
-        use_data_before_expert_parallel_: must be False: experts are divided among neighbouring ranks.
+        mp_size, pp_size, mp_mode, folding_spec: no effect; the current mesh is used.
+        use_data_before_expert_parallel_: must be False: experts are divided among consecutive ranks.
 
     Raises:
-        MeshError: the size does not divide the number of ranks.
+        MeshError: the size does not divide the number of data-parallel ranks.
+        NotAvailableError: `use_data_before_expert_parallel_` is True.
     """
     if use_data_before_expert_parallel_:
         raise NotAvailableError(
@@ -58,7 +62,7 @@ def _create_expert_data_and_model_parallel(
 
 
 def name_of(ep: int) -> str:
-    """Return the name of the groups for an expert-parallel size."""
+    """Return the name of the process groups for an expert-parallel size."""
     return f"ep_size_{ep}"
 
 
@@ -150,5 +154,5 @@ def _get_max_expert_parallel_group() -> Any:
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks among which a single expert is sliced: the size of `tp`."""
+    """Return the number of ranks over which a single expert is sliced: the size of the mesh dimension `tp`."""
     return current_mesh().size("tp")

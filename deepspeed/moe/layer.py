@@ -1,4 +1,4 @@
-"""MoE layer that replaces a feed-forward block in the model's own code."""
+"""MoE layer for use in a model's own code, in place of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 class MoE(nn.Module):
-    """Mixture of experts: copies of one expert, with top-k routing (formulas in `sharded_moe.py`).
+    """Mixture of experts: copies of one expert, with top-k routing; `sharded_moe.py` has the formulas.
 
     Args:
         hidden_size: width H of a token.
-        expert: a module that maps (rows, H) to (rows, H), or to a tuple that starts with (rows, H). It is copied, so
-            all experts start equal unless they are initialised again.
+        expert: a module that maps (rows, H) to (rows, H), or to a tuple with this result first. It is copied, so all
+            experts start equal unless they are initialised again.
         num_experts: number of experts on all ranks together.
         ep_size: number of ranks among which the experts are divided; divides num_experts and the data-parallel size.
         k: number of experts per token.
         capacity_factor: in training, an expert has capacity_factor * k S / num_experts slots for a rank's S tokens.
         eval_capacity_factor: the same, in evaluation.
         min_capacity: minimum number of slots of an expert.
-        use_residual: mix with a dense branch, which is `expert` itself (Rajbhandari et al. 2022, PR-MoE).
+        use_residual: whether the output is mixed with that of a dense branch, `expert` itself (PR-MoE,
+            arXiv:2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample"; see `TopKGate`.
         drop_tokens: whether a full expert drops further tokens.
-        use_rts: for k = 1, drop random tokens of a full expert; False: drop the last ones.
-        use_tutel: has no effect.
-        enable_expert_tensor_parallelism: `expert` is a slice already; ranks along `tp` get the same tokens.
-        top2_2nd_expert_sampling: for k = 2, sample the second expert, also in evaluation.
+        use_rts: for k = 1, whether a full expert drops random tokens, instead of the last ones.
+        use_tutel: no effect.
+        enable_expert_tensor_parallelism: whether `expert` is already a tensor-parallel slice; ranks along `tp` have the
+            same tokens.
+        top2_2nd_expert_sampling: for k = 2, whether the second expert is sampled, also in evaluation.
 
     Raises:
-        ArgumentError: `ep_size` does not divide `num_experts`; this error is an AssertionError too.
+        ArgumentError: `ep_size` does not divide `num_experts`, k is not in [1, num_experts], or the policy is unknown.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class MoE(nn.Module):
         """Divide the experts among the ranks of the current mesh. All ranks call together, in `deepspeed.initialize`.
 
         Raises:
-            MeshError: `ep_size` does not divide the number of ranks.
+            MeshError: `ep_size` does not divide the number of data-parallel ranks.
+            NotAvailableError: `use_data_before_expert_parallel_` is True.
             ExpertParallelError: the experts were divided on another mesh before.
         """
         make = groups._create_expert_and_data_parallel
@@ -136,11 +139,14 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: (…, H) tokens.
-            used_token: (S,) of 0 and 1, only for k = 1: tokens with 0 go to no expert.
+            used_token: (S,) of 0 and 1, only for k = 1: tokens with 0 go to no expert; None: all tokens are used.
 
         Returns:
             (…, H) output; 0-d balance loss of this rank's tokens, to be added to the model's loss; (num_experts,)
             int64 number of tokens that chose each expert.
+
+        Raises:
+            UsageError: `ep_size` is above 1, and the experts are not divided yet.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

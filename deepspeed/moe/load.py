@@ -1,8 +1,8 @@
-"""Counts how often each expert is chosen, in the training forwards of a window.
+"""Load of experts: how often each expert is chosen in the training forwards of a window (one update).
 
-Hooks see what routers have chosen: the arguments of a module of experts, or what the gate of a `MoE` layer returns.
-Forwards of evaluation do not count, and neither do those that activation checkpointing runs again in backward. The
-counts of all ranks are added once in a window.
+Hooks read the routers' choices from the arguments of a module of experts, or from the result of a `MoE` layer's gate.
+Evaluation forwards and recomputed forwards (activation checkpointing) do not count. The counts of all ranks are added
+once per window.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _GATE = ".deepspeed_moe.gate"
 
 
 class TrainingForward:
-    """Tells which forwards train, and what attention mask they have.
+    """Hooks that record whether a forward of a model trains, and its attention mask.
 
     Args:
-        model: whose forward has the mask; stages of a pipeline are run in parts, and have none.
+        model: the model; a pipeline stage runs its parts without calling the model, so there is no mask.
 
     Attributes:
-        mask: (B, T) of the forward that runs; None: it has none.
+        mask: attention mask (B, T) of the running forward; None: it has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,12 +54,12 @@ class TrainingForward:
         self._runs, self.mask = False, None
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a forward of a part of the model trains; it may be a recomputation."""
+        """Return whether the running forward of a submodule is one of training, or its recomputation."""
         return module.training and (self._runs or torch.is_grad_enabled())
 
     @staticmethod
     def recomputes() -> bool:
-        """Whether a forward that runs now is run again, in backward."""
+        """Return whether the running forward is a recomputation in backward (activation checkpointing)."""
         return bool(_core._current_graph_task_id() != -1)
 
     def remove(self) -> None:
@@ -69,11 +69,11 @@ class TrainingForward:
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What a layer's experts had to do in a window, over all ranks.
+    """Load of a layer's experts in one window, over all ranks.
 
     Args:
-        counts: tokens that chose each expert, dropped ones too.
-        dropped: choices that the capacity of experts dropped.
+        counts: number of tokens that chose each expert, dropped choices included.
+        dropped: number of choices that were dropped because an expert was full.
     """
 
     counts: tuple[int, ...]
@@ -85,29 +85,30 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """The busiest expert's tokens over the mean; 1 is even, and the number of experts is the worst."""
+        """Largest count divided by the mean count: from 1 (even) to the number of experts."""
         return max(self.counts) * len(self.counts) / self.total if self.total else 1.0
 
     @property
     def dropped_share(self) -> float:
-        """Share of the choices that were dropped."""
+        """Dropped choices as a fraction of all choices."""
         return self.dropped / self.total if self.total else 0.0
 
     @property
     def entropy(self) -> float:
-        """Of the experts' shares, over that of even shares: from 0, one expert has all, to 1."""
+        """Entropy of the experts' shares, divided by that of equal shares: from 0 (one expert has all) to 1 (even)."""
         shares = [count / self.total for count in self.counts if count]
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.counts)) if shares else 1.0
 
 
 @dataclass(eq=False)
 class _LayerCounts:
-    """The counts of one layer on this rank.
+    """Counts of one layer on this rank.
 
     Args:
-        name: of the module, for reports.
-        experts: E.
-        row: (2E + 1,) int64: choices of each expert; the same without padding; dropped choices.
+        name: name of the layer in reports.
+        experts: number of experts E.
+        row: (2E + 1,) int64: choices of each expert, the same without padding tokens, and dropped choices. None: no
+            forward yet.
     """
 
     name: str
@@ -115,7 +116,7 @@ class _LayerCounts:
     row: torch.Tensor | None = None
 
     def add(self, chosen: torch.Tensor, unpadded: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
-        """Count (E,) choices of each expert, those by tokens that are no padding, and a number of dropped ones."""
+        """Add (E,) choices of each expert, (E,) those without padding tokens, and the 0-d number of dropped choices."""
         if dropped is None:
             dropped = chosen.new_zeros(())
         row = torch.cat([chosen, unpadded, dropped.view(1)])
@@ -123,10 +124,15 @@ class _LayerCounts:
 
 
 def count_choices(index: torch.Tensor, experts: int, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """(E,) int64: how often each expert is among the choices (T, k); indices that are no experts are left out.
+    """Count the choices of each expert.
 
     Args:
-        mask: of T elements, 0 where a token does not count.
+        index: (T, k) chosen experts; values outside of [0, experts) are ignored.
+        experts: number of experts E.
+        mask: mask with T elements, 0 for tokens that do not count; None: all count.
+
+    Returns:
+        (E,) int64 counts.
     """
     flat = index.reshape(-1).long()
     place = torch.where((flat >= 0) & (flat < experts), flat, experts)
@@ -137,7 +143,7 @@ def count_choices(index: torch.Tensor, experts: int, mask: torch.Tensor | None =
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules that say which experts are chosen: name of the layer, module, number of experts on all ranks."""
+    """Yield (name of the layer, module, number of experts on all ranks) of the modules that show the choices."""
     whole = {module: structure.count for _, module, structure in find_experts(model)}
     for name, module in model.named_modules():
         if isinstance(module, DividedExperts):
@@ -149,15 +155,15 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 class ExpertLoad:
-    """The load of a model's layers of experts.
+    """Counter of the load of a model's experts; its hooks stay registered until `remove`.
 
     Args:
-        layers: of `layers_of`, which are watched until `remove`.
-        axis: ranks whose tokens count together.
-        forward: of the model.
+        layers: (name, module, number of experts) of each layer, as from `layers_of`.
+        axis: the ranks over which tokens are counted.
+        forward: hooks on the model, which show whether a forward trains.
 
     Attributes:
-        names: of the layers.
+        names: names of the layers.
     """
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module, int]], axis: Axis, forward: TrainingForward) -> None:
@@ -201,7 +207,7 @@ class ExpertLoad:
         return hook
 
     def end_window(self) -> None:
-        """Add up the counts of all ranks, which call together, and begin anew."""
+        """Add up the counts of all ranks, and start a new window. All ranks of the axis call together."""
         if not self._layers:
             return
         device = next((layer.row.device for layer in self._layers if layer.row is not None), torch.device("cpu"))
@@ -215,12 +221,12 @@ class ExpertLoad:
             layer.row = None
 
     def unpadded(self) -> dict[str, torch.Tensor]:
-        """(E,) int64 of each layer: how often experts were chosen in the last window, by tokens that are no padding."""
+        """Return (E,) int64 counts of the last window without padding tokens, by layer name; empty before the first."""
         pairs = zip(self._layers, self._sums, strict=False)  # there are no sums before the first window
         return {layer.name: row[layer.experts : 2 * layer.experts] for layer, row in pairs}
 
     def last(self) -> dict[str, LayerLoad]:
-        """The load of each layer in the last window; empty before."""
+        """Return the load in the last window, by layer name; empty before the first window has ended."""
         if self._read is None:
             pairs = zip(self._layers, self._sums, strict=False)
             listed = [(layer, row.tolist()) for layer, row in pairs]

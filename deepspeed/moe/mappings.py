@@ -10,10 +10,10 @@ from deepspeed.errors import ArgumentError
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return this rank's equal slice of a tensor replicated along `tp`; the backward pass all-gathers the gradients.
+    """Return this rank's slice, in `dim`, of a tensor replicated along `tp`; backward all-gathers the gradients.
 
     Raises:
-        ArgumentError: the size of `dim` is no multiple of the number of ranks.
+        ArgumentError: the size of `dim` is not a multiple of the number of ranks.
     """
     axis = current_mesh().axis("tp")
     if input_.shape[dim] % axis.size:
@@ -24,5 +24,5 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """All-gather the slices of all ranks along `tp` in `dim`; the backward pass returns the slice of this rank."""
+    """Return the slices of all ranks along `tp`, concatenated in `dim`; backward returns this rank's slice."""
     return gather_from(input_, current_mesh().axis("tp"), dim, label="shared-out tokens")

@@ -1,7 +1,7 @@
-"""Routers with a capacity for each expert, and the layer that sends tokens to their experts.
+"""Routers with a capacity for each expert (Switch, GShard), and the layer that sends tokens to their experts.
 
-S tokens choose k of E experts. An expert takes at most C tokens from each rank; further tokens are dropped: the expert
-adds nothing to them. Let m be an expert's mean probability and c its share of the S tokens:
+S tokens of a rank choose k of E experts each. An expert processes at most C of them (its slots); further choices are
+dropped and add nothing to their tokens. With the mean probability m of each expert and its share c of the S tokens:
 
 | k     | balance loss             | order in which tokens take slots         | weights                            |
 |-------|--------------------------|------------------------------------------|------------------------------------|
@@ -9,8 +9,8 @@ adds nothing to them. Let m be an expert's mean probability and c its share of t
 | 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over choices with slots |
 | other | E^2 / k mean(m c)        | by probability, or by position           | normalised over choices with slots |
 
-k = 1: Fedus et al. 2021 (Switch); k = 2: Lepikhin et al. 2020 (GShard). Unlike in these papers, no (E, C, H) buffer is
-sent, only the tokens with a slot; results are the same.
+k = 1: Switch Transformers (arXiv:2101.03961); k = 2: GShard (arXiv:2006.16668). Unlike in these papers, only tokens
+with a slot are sent instead of a padded (E, C, H) buffer; results are the same.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class CapacityRoutes:
 
         Args:
             probabilities, index: (S, E) router probabilities, and (S, k) chosen experts.
-            slots, has_slot: (S, E) for every expert, or (S, k) for the chosen ones.
-            rest: `loss`, `counts` and `capacity`.
+            slots, has_slot: slot numbers, and whether there is a slot: (S, E) for all experts, or (S, k).
+            rest: the fields `loss`, `counts` and `capacity`.
         """
         if slots.shape != index.shape:
             slots, has_slot = slots.gather(1, index), has_slot.gather(1, index)
@@ -106,16 +106,17 @@ def top1gating(
     """Route each token to one expert.
 
     Args:
-        logits: (S, E).
+        logits: (S, E) router logits.
         capacity_factor: an expert has capacity_factor * S / E slots, rounded up.
         min_capacity: minimum number of slots of an expert.
-        used_token: (S,) of 0 and 1: tokens with 0 go to no expert.
-        noisy_gate_policy: "RSample": add Gumbel noise to the logits before the choice.
-        drop_tokens: False: as many slots as the fullest expert needs.
-        use_rts: random tokens get the slots of a full expert; False: the first tokens.
-        ep_group: with `drop_tokens=False`, take the fullest expert over all ranks of this group, which call together.
-        sparse_routes: return choices instead of dense tensors.
-        use_tutel: has no effect.
+        used_token: (S,) of 0 and 1: tokens with 0 go to no expert; None: all tokens are used.
+        noisy_gate_policy: "RSample" adds Gumbel noise to the logits before the choice; other values add none.
+        drop_tokens: whether capacity is limited; False: every expert has as many slots as the fullest one needs.
+        use_rts: whether random tokens get the slots of a full expert, instead of the first tokens.
+        ep_group: process group over which `drop_tokens=False` finds the fullest expert, so that its ranks call
+            together; None: this rank alone.
+        sparse_routes: whether choices are returned instead of dense tensors.
+        use_tutel: no effect.
 
     Returns:
         Balance loss (0-d), weights (S, E, C), occupied slots (S, E, C) bool, counts (E,). With `sparse_routes`: loss,
@@ -160,9 +161,9 @@ def top2gating(
     """Route each token to two experts; all first choices get slots before the second ones.
 
     Args:
-        top2_2nd_expert_sampling: sample the second expert from the remaining probabilities (Gumbel-max).
+        top2_2nd_expert_sampling: whether the second expert is sampled from the remaining probabilities (Gumbel-max).
         logits, capacity_factor, min_capacity, drop_tokens, ep_group: as in `top1gating`, with twice the slots.
-        sparse_routes: return choices instead of dense tensors.
+        sparse_routes: whether choices are returned instead of dense tensors.
 
     Returns:
         The same as `top1gating`, with 2 rows of choices.
@@ -198,10 +199,10 @@ def topkgating(
 
     Args:
         k: number of experts per token.
-        drop_policy: order in which tokens get the slots of a full expert: "probs", the largest probabilities first, or
-            "position", the first tokens first.
+        drop_policy: order in which tokens get the slots of a full expert: "probs" (by probability, largest first) or
+            "position" (in the order of tokens).
         logits, capacity_factor, min_capacity, drop_tokens, ep_group: as in `top1gating`, with k times the slots.
-        sparse_routes: return choices instead of dense tensors.
+        sparse_routes: whether choices are returned instead of dense tensors.
 
     Returns:
         The same as `top1gating`, with k rows of choices.
@@ -228,7 +229,7 @@ def topkgating(
 
 
 def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum, over the experts, mean probability times share of the tokens; both arguments are (S, E)."""
+    """Return the sum over experts of mean probability times share of tokens (0-d); both arguments are (S, E)."""
     return mean_product(mask.sum(0), probabilities.sum(0), mask.shape[0])
 
 
@@ -239,7 +240,7 @@ def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
 
 
 def _fullest(counts: torch.Tensor, group: Any) -> int:
-    """Return the largest token count of any expert, over all ranks of the group."""
+    """Return the largest token count of any expert, over all ranks of the group (None: on this rank)."""
     most = counts.max()
     if group is not None and get_world_size(group) > 1:
         all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
@@ -272,7 +273,7 @@ class RouterLinear(nn.Linear):
 
 
 class TopKGate(nn.Module):
-    """Router: chooses the experts of each token.
+    """Router: a linear layer and softmax, which choose the k experts of each token.
 
     Args:
         model_dim: width H of a token.
@@ -283,9 +284,12 @@ class TopKGate(nn.Module):
         min_capacity: minimum number of slots of an expert.
         noisy_gate_policy: in training "Jitter" (tokens times 1 ± 0.01), or "RSample" (k = 1: Gumbel noise on logits).
         drop_tokens: whether a full expert drops further tokens.
-        use_rts: for k = 1, drop random tokens of a full expert; False: drop the last ones.
+        use_rts: for k = 1, whether a full expert drops random tokens, instead of the last ones.
         ep_group: see `top1gating`.
         top2_2nd_expert_sampling: see `top2gating`.
+
+    Raises:
+        ArgumentError: the policy is unknown, or k is not in [1, num_experts].
     """
 
     def __init__(
@@ -326,9 +330,10 @@ class TopKGate(nn.Module):
         """Route (S, H) tokens and return the tuple described in `top1gating`.
 
         Args:
-            used_token: (S,), only for k = 1.
-            use_tutel: has no effect.
-            sparse_routes: return choices; capacities count the tokens of this rank only.
+            input: the tokens.
+            used_token: see `top1gating`; only for k = 1.
+            use_tutel: no effect.
+            sparse_routes: whether choices are returned; capacities then count the tokens of this rank only.
         """
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         policy = self.noisy_gate_policy if self.training else None
@@ -356,7 +361,7 @@ class MOELayer(nn.Module):
         ep_group_name: name of the expert-parallel group.
         ep_size: number of ranks in the expert-parallel group.
         num_local_experts: number of experts on this rank.
-        use_tutel: has no effect.
+        use_tutel: no effect.
     """
 
     def __init__(
@@ -393,6 +398,9 @@ class MOELayer(nn.Module):
 
         Returns:
             (…, H') weighted sums of the experts' results; 0 for a token dropped by all of its experts.
+
+        Raises:
+            UsageError: `ep_size` is above 1, and the experts are not divided yet.
         """
         hidden = input[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])

@@ -1,7 +1,8 @@
-"""Find modules of experts by their structure, and check on random tokens that their parts add up to the whole.
+"""Search for modules of experts by their structure, and a test on random tokens that they can be divided.
 
 Experts are stacked along dim 0 of parameters ("packed"), or each is a child module ("expert_3" or "3"). A parameter
-that is neither is shared by all experts and stays whole; its gradient is summed over ranks like that of other ones.
+that is neither is shared by all experts and stays whole; its gradient is summed over ranks like other gradients. In the
+test, the results of the ranks' experts must add up to the result of the whole module.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class ExpertStructure:
     """Layout of the experts of a module.
 
     Args:
-        groups: number of experts of each kind; every kind is divided among all ranks (LongCat: experts, identities).
+        groups: number of experts of each kind (LongCat: experts and identities); each kind is divided among all ranks.
         packed: names of the parameters that stack the experts, or those of the first kind, along dim 0.
         children: names of the child modules that are experts, in order; empty if the experts are packed.
-        forms: candidate forms of calls; exactly one after the trial.
-        width: width of a result, known after the trial.
+        forms: candidate forms of calls; exactly one after `tried`.
+        width: last dim of a result; 0 before `tried`.
     """
 
     groups: tuple[int, ...]
@@ -45,11 +46,11 @@ class ExpertStructure:
 
     @property
     def count(self) -> int:
-        """Return the number of experts."""
+        """Number of experts."""
         return sum(self.groups)
 
     def segments(self, size: int, ep: int, part: int) -> list[tuple[int, int]]:
-        """Return one rank's segments (start, length) of a packed parameter of length `size` along dim 0."""
+        """Return the (start, length) segments of share `part` of `ep` in dim 0 (`size`) of a packed parameter."""
         groups = self.groups if size % self.count == 0 else self.groups[:1]
         each = size // sum(groups)  # elements that belong to one expert
         starts = (0, *accumulate(groups))
@@ -57,7 +58,7 @@ class ExpertStructure:
         return [((starts[group] + part * share) * each, share * each) for group, share in enumerate(shares)]
 
     def places(self, ep: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for each expert the part that holds it, and its index there; children keep their index."""
+        """Return each expert's share (E,), of `ep`, and its index in the share (E,); children keep their index."""
         shares = [group // ep for group in self.groups]
         parts = [torch.arange(ep).repeat_interleave(share) for share in shares]
         starts = (0, *accumulate(shares))
@@ -66,22 +67,22 @@ class ExpertStructure:
         return torch.cat(parts), local
 
     def local_count(self, ep: int) -> int:
-        """Return the number of experts that a call to one of `ep` parts distinguishes."""
+        """Return the number of experts in a call of one of `ep` shares: its own, or all if they are child modules."""
         return self.count if self.children else self.count // ep
 
 
 class RemoteExpert(nn.Module):
-    """Placeholder for an expert on another rank."""
+    """Placeholder for an expert on another rank; a call raises ExpertParallelError."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ExpertParallelError("an expert was called that another rank has: its module calls all experts")
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Accept the expert's tensors in the state dict of a whole layer."""
+        """Load nothing: accept the expert's tensors in the state dict of a whole layer."""
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertStructure]]:
-    """Yield (name, module, structure) of modules of experts, without those of `MoE` layers."""
+    """Yield (name, module, structure with candidate forms) of modules of experts, without those of `MoE` layers."""
     skipped = ""
     for name, module in model.named_modules():
         if isinstance(module, Experts):  # of the explicit layer, which divides them itself
@@ -101,7 +102,7 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertStruc
 
 
 def structure_of(module: nn.Module) -> ExpertStructure | None:
-    """Return the layout of a module's experts and the forms that its calls may have; None if it has no experts."""
+    """Return the layout of a module's experts, without forms of calls; None if it has no experts."""
     counts = _counts_of(module)
     params = dict(module.named_parameters())
     children = [(int(number[1]), key) for key in module._modules if (number := re.search(r"(\d+)$", key))]
@@ -132,7 +133,7 @@ def _holds(param: torch.Tensor, count: int, with_3: bool) -> bool:
 
 @contextlib.contextmanager
 def counting(module: nn.Module, structure: ExpertStructure, ep: int) -> Generator[None]:
-    """Context in which the module's attributes for the number of experts hold the number of local experts."""
+    """Context in which a module's attributes for numbers of experts have the local numbers of one of `ep` shares."""
     counts = {group: group // ep for group in (*structure.groups, structure.count) if not structure.children}
     before = {k: v for k, v in vars(module).items() if type(v) is int and v in counts and "expert" in k}
     vars(module).update({name: counts[value] for name, value in before.items()})
@@ -155,13 +156,13 @@ def run_pairs(
     Args:
         structure: structure of the module, with one form.
         forward: forward of the module.
-        rows: (R, H) rows; each has chosen at least one expert of this rank.
+        rows: (R, H) rows that have each chosen at least one expert of this rank.
         index: (R, k) local indices of the chosen experts; -1 for experts of other ranks.
         weights: (R, k) weights of the chosen experts.
-        ep: number of ranks.
+        ep: number of ranks among which the experts are divided.
 
     Returns:
-        (R, H') sums over the experts of this rank.
+        (R, H') weighted sums over the experts of this rank.
     """
     row, choice = (index >= 0).nonzero(as_tuple=True)
     pairs, count = row.numel(), structure.local_count(ep)
@@ -179,22 +180,20 @@ def run_pairs(
 
 
 def _padding(index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the experts of rows to add, copies of row 0 with weight 0: each expert gets a multiple of `ROWS`, or none.
+    """Return the experts of the rows of weight 0 to add, so that each expert with rows has a multiple of `ROWS`.
 
-    On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
-    otherwise: a token's result would depend on how many other tokens have chosen its expert.
+    On CPUs, other kernels compute the last rows of a matrix product, and products of few rows, and round differently:
+    without padding, a token's result would depend on the number of other tokens that have chosen its expert.
     """
     sizes = torch.bincount(index, minlength=count)
     return torch.arange(count).repeat_interleave(-sizes % ROWS)
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
-    """Find the form of calls in which the results of `ep` parts add up to the result of the whole.
-
-    Dropout is off in the trial.
+    """Find the form of calls in which the results of `ep` shares add up to the whole module's, on random tokens.
 
     Returns:
-        The structure with this form, and ""; or the reason why there is none.
+        The structure with this form and "", or the unchanged structure and the reason why there is none.
     """
     reason = _unlike(module, structure)
     if reason:
@@ -216,7 +215,7 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
 
 
 def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
-    """Return the reason why a module cannot be divided whatever it computes; "" if there is none."""
+    """Return a reason, visible without running it, why a module cannot be divided; "" if there is none."""
     if "forward" in vars(module):
         return "its forward was replaced on the object: replace it on the class, or after deepspeed.initialize"
     experts = [module.get_submodule(name) for name in structure.children]
@@ -229,7 +228,7 @@ def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
 
 
 def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[int, str]:
-    """Return the width of a result, and the reason why the parts' results do not add up to the whole; "" if they do."""
+    """Return the last dim of a result, and the reason why the module cannot be divided; "" if it can."""
     form, first = structure.forms[0], next(module.parameters())
     params = {name: param.detach() for name, param in module.named_parameters()}
     widths = dict.fromkeys(dim for param in module.parameters() for dim in reversed(param.shape[1:]))
@@ -254,7 +253,7 @@ def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple
 def _both(
     module: nn.Module, structure: ExpertStructure, params: dict[str, torch.Tensor], arguments: list[Any], ep: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the parts' results, and the result of the whole."""
+    """Return the sum of the shares' results, and the result of the whole module."""
     parts = [_part(module, structure, params, arguments, ep, part) for part in range(ep)]
     total = torch.stack(parts).sum(0)
     return total, torch.func.functional_call(module, params, tuple(arguments)).reshape(total.shape)
@@ -269,7 +268,7 @@ def _drawn(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
-    """Return the reason why rows of zeros must be sent; "" if their results and gradients are 0."""
+    """Return the reason why rows of zeros cannot be skipped; "" if their gradients are 0."""
     with torch.enable_grad():
         rows = rows.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(module(rows).square().sum() + module(rows).sum(), rows)
@@ -285,7 +284,7 @@ def _part(
     ep: int,
     part: int,
 ) -> torch.Tensor:
-    """Compute one rank's summand of the result, with the parameters of the whole module."""
+    """Compute the result of share `part` of `ep`, from the parameters of the whole module."""
     call = read_call(structure.forms[0], arguments, structure.count, type(module).__name__)
     params = dict(whole)
     for name in structure.packed:

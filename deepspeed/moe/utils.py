@@ -1,6 +1,6 @@
-"""Utilities that tell expert parameters from shared ones and build optimizer groups for both.
+"""Helpers that separate expert parameters from shared ones and build optimizer groups for both.
 
-The engine does not need such groups; they exist for scripts that build them.
+The engine does not need such groups; these helpers are for scripts that build them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Groups = dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has `MoE` layers, and the number of experts (on all ranks) of the first one."""
+    """Return whether a model has `MoE` layers, and the number of experts on all ranks of the first one (0: none)."""
     for module in m.modules():
         if isinstance(module, MoE):
             return True, module.num_experts
@@ -26,24 +26,24 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter belongs to an expert: its attribute `allreduce` is False."""
+    """Return whether a parameter belongs to an expert: its attribute `allreduce` is False."""
     return getattr(param, "allreduce", True) is False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether an optimizer group holds experts: its entry "moe" is true."""
+    """Return whether an optimizer group has expert parameters: its entry "moe" is true."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(params: list[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
-    """Return the parameters replicated on all data-parallel ranks, and the parameters of experts."""
+    """Return (parameters replicated on all data-parallel ranks, parameters of experts)."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: list[Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of replicated parameters, and those of experts; parameters without gradient are skipped."""
+    """Return (gradients of replicated parameters, gradients of experts); parameters without gradient are skipped."""
     shared, experts = split_params_into_shared_and_expert_params([p for p in group if p.grad is not None])
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 

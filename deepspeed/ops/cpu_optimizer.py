@@ -21,11 +21,11 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Fold:
-    """Further tensors of one update: the gradient, and the target of rounded new values.
+    """Gradient of one update, and a tensor for a rounded copy of the new values.
 
     Args:
-        gradient: as many elements as the parameter, any floating-point dtype.
-        out: as many elements, any floating-point dtype, or None.
+        gradient: tensor with as many elements as the parameter, of any floating-point dtype.
+        out: tensor with as many elements, of any floating-point dtype, set to the new values; None: no copy.
     """
 
     gradient: Tensor
@@ -47,8 +47,9 @@ class HostOptimizer(GroupOptimizer):
     """Optimizer that updates each tensor in one pass over host memory.
 
     Attributes:
-        folds: gradients and rounded copies of single parameters; other parameters use `.grad`. Set around `step()`.
-        factor: multiplier of every gradient. Set around `step()`.
+        folds: gradients and rounded copies of single parameters; other parameters use `.grad`. The caller sets this
+            attribute for the time of a `step()`.
+        factor: multiplier of every gradient, set in the same way.
         kernel: name of the native function.
         moments: names of the states with the parameter's shape.
     """
@@ -65,12 +66,12 @@ class HostOptimizer(GroupOptimizer):
 
         Args:
             params: tensors, or group dicts.
-            fp32_optimizer_states: for 16-bit parameters, keep moments in fp32; False: in the parameters' dtype.
+            fp32_optimizer_states: whether the moments of 16-bit parameters are fp32, instead of the parameters' dtype.
             moments_dtype: dtype of the moments for all parameters; None: see `fp32_optimizer_states`.
-            defaults: default values of the groups.
+            defaults: default hyperparameters of the groups, such as `lr`.
 
         Raises:
-            OptimizerError: a default is out of range.
+            OptimizerError: a hyperparameter is out of range.
         """
         self.fp32_optimizer_states = fp32_optimizer_states
         self.moments_dtype = moments_dtype
@@ -92,11 +93,11 @@ class HostOptimizer(GroupOptimizer):
 
         Args:
             group: group of the parameter.
-            param: dense.
-            grad: sparse in its first dim, coalesced.
+            param: the dense parameter.
+            grad: gradient, sparse in its first dim and coalesced.
 
         Raises:
-            OptimizerError: the update would also change rows without a gradient.
+            OptimizerError: the optimizer does not support sparse gradients, as its update also changes other rows.
         """
         raise OptimizerError(
             f"{type(self).__name__} takes dense gradients, and one of shape {tuple(grad.shape)} is sparse: use "
@@ -116,7 +117,7 @@ class HostOptimizer(GroupOptimizer):
                     self.state[param][name] = torch.empty_like(param, dtype=dtype).copy_(value)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """Return the rule's fields in optimizers.cpp; the step count in `state` includes this step."""
+        """Return the fields of the update's struct in optimizers.cpp; the step count in `state` includes this step."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel of its own")
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
@@ -167,7 +168,7 @@ class HostOptimizer(GroupOptimizer):
         return True
 
     def _step_in_torch(self, group: State, param: Tensor, fold: Fold, state: State) -> None:
-        """Run the same step in torch, chunk by chunk, with `update` in fp32 or wider."""
+        """Run the step in torch instead of native code, chunk by chunk, with `update` in fp32 or wider."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         shaped = [name for name in state if name != "step"]
         out = param if fold.out is None else fold.out
@@ -190,7 +191,7 @@ class HostOptimizer(GroupOptimizer):
 
     @staticmethod
     def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Yield chunks of tensors of equal length, as tuples; a tensor that is not contiguous stays whole."""
+        """Return tuples with a chunk of each tensor; a single tuple of whole tensors if one is not contiguous."""
         if all(t.is_contiguous() for t in columns):
             return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
         return [tuple(t.view(columns[0].shape) for t in columns)]

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base class of our dispatch modes; torch's own wraps `__torch_dispatch__` for its compiler, a slow import.
+    """Base class of dispatch modes; unlike a plain `TorchDispatchMode`, it does not import torch's compiler (slow).
 
-    Inside, encoder layers do not use their fused operator, which would hide its matrix products.
+    Inside the mode, torch's encoder layers do not use their fused operator, which would hide its matrix products.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
+"""Operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors have no values.
 
 [Note: without values] A tensor of such a run is an ordinary CPU tensor with untouched memory, so the system allocates
 no pages for it. A model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a real run.
@@ -37,11 +37,11 @@ class Valueless(DispatchMode):
         self._without: dict[int, Any] = {}  # storages without values, by identity
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds its real values."""
+        """Return whether a tensor has its real values."""
         return tensor.untyped_storage()._cdata not in self._without
 
     def stand_ins(self, nest: Any) -> Any:
-        """Replace the large floating-point tensors in nested arguments by tensors without values."""
+        """Replace large floating-point tensors in nested containers by tensors without values, inside the context."""
         return map_tensors(lambda t: t.clone() if t.is_floating_point() and t.numel() > _SMALL else t, nest)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,14 +125,16 @@ class Valueless(DispatchMode):
 
 
 def dispatches(types: Iterable[Any]) -> bool:
-    """Whether the arguments include tensor subclasses with their own dispatch (DTensor). Such a subclass turns the call
-    into calls on plain tensors, which are intercepted instead."""
+    """Return whether one of the tensor classes has its own dispatch, as DTensor has.
+
+    Such a class converts a call to calls on plain tensors, which are intercepted instead.
+    """
     plain: Any = torch.Tensor
     return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
 
 
 def is_fake(types: Iterable[Any]) -> bool:
-    """Whether torch only computes shapes (FakeTensor, as DTensor does once per operator), so nothing really runs."""
+    """Return whether torch only computes shapes, with FakeTensor, as DTensor does once for each operator."""
     return any(kind.__name__ == "FakeTensor" for kind in types)
 
 
@@ -162,7 +164,7 @@ def _kind(func: Any) -> str:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """Return the tensors that a call changes, in the order of the schema."""
+    """Yield the tensors that a call of an operator changes, in the order of its schema."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -176,7 +178,7 @@ _ONE_KERNEL = ("_fused_rms_norm", "_fused_rms_norm_backward")
 
 @contextlib.contextmanager
 def device_kernels() -> Generator[None]:
-    """Context in which CPU tensors are treated as on a device, in one piece; only with operators without values."""
+    """Context in which operators of `_ONE_KERNEL` are not decomposed on the CPU; only inside `Valueless`."""
     library = torch.library.Library("aten", "IMPL")
     for name in _ONE_KERNEL:
         library.impl(name, _without_values, "CPU")

@@ -1,4 +1,4 @@
-"""Flattening of dense tensors into one tensor, and back: upstream's operator `utils`."""
+"""Flattening of dense tensors into one tensor, and back (the operator `utils` of upstream DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy all elements into a 1-D tensor, tensor by tensor; all have the same dtype."""
+    """Return a new 1-D tensor with the elements of all tensors, in order; all must have the same dtype."""
     return _flatten_dense_tensors(tensors)
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return views of `flat` in the shapes of `tensors`."""
+    """Return views of the 1-D tensor `flat` with the shapes of `tensors`, the inverse of `flatten`."""
     return _unflatten_dense_tensors(flat, tensors)

@@ -1,4 +1,4 @@
-"""Floating-point operations by operator: torch's formulas, and formulas for operators that torch lacks.
+"""Numbers of floating-point operations by operator: torch's formulas, and formulas that torch lacks.
 
 A multiply-add of a matrix product, a convolution or an attention counts as two operations. Elementwise arithmetic,
 norms and activations count as zero. Formulas registered by users with `torch.utils.flop_counter.register_flop_formula`
@@ -41,7 +41,7 @@ def _attention_backward(
 
 
 def _lstm_layer(x: torch.Tensor, into: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Count one direction of one LSTM layer: (time, batch, features) times both weights at each time step."""
+    """Count one direction of one LSTM layer: products of both weights at each time step; `x` is (time, batch, in)."""
     return 2 * prod(x.shape[:2]) * (into.numel() + hidden.numel())
 
 
@@ -61,7 +61,7 @@ def _convolution_backward(
     *rest: Any,
     **_: Any,
 ) -> int:
-    """Count each requested gradient like the forward; torch's formula multiplies by the groups of a weight twice."""
+    """Count each requested gradient like the forward; torch's own formula counts the groups of a weight twice."""
     into_x, into_weight, _ = rest[2]
     return (into_x + into_weight) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
 
@@ -89,12 +89,12 @@ _SCORES_AGAIN = {
 
 
 def formulas() -> dict[Any, Formula]:
-    """Return a dict from operators to formulas, called with the arguments and `out_val`, the result."""
+    """Return formulas by overload packet; call them with the arguments of the operator and `out_val`, its result."""
     return {**_MISSING, **flop_registry, **_WRONG}
 
 
 def computed_again(operator: Any, args: Sequence[Any]) -> int:
-    """Count the operations of a call that recompute products of the forward.
+    """Count the operations of a backward call that recompute products of the forward; 0 for most operators.
 
     Args:
         operator: overload packet of the operator.

@@ -1,4 +1,4 @@
-"""Base class of the optimizers here: one method gets all tensors of a parameter group."""
+"""Base class of the optimizers in `deepspeed.ops`, which update all tensors of a parameter group in one call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ State = dict[str, Any]
 
 
 class GroupOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers; a subclass updates the tensors of one group at a time.
+    """Base class of optimizers; a subclass implements `update` for the tensors of one group.
 
-    Group dicts of the caller are kept as the same objects, so their owner can read and set current values.
+    `param_groups` has the caller's own group dicts, so the caller can read and set current hyperparameters in them.
     """
 
     set_grad_none = True
@@ -26,10 +26,10 @@ class GroupOptimizer(torch.optim.Optimizer):
 
         Args:
             params: tensors, or group dicts.
-            defaults: default values of the groups.
+            defaults: default hyperparameters of the groups, such as `lr`.
 
         Raises:
-            OptimizerError: a default is out of range.
+            OptimizerError: a hyperparameter is out of range.
         """
         for key in ("lr", "eps", "weight_decay"):
             if defaults.get(key, 0.0) < 0.0:
@@ -44,7 +44,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Update every parameter with a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: evaluates the model again and returns the loss; None: not called.
 
         Returns:
             The closure's result, or None.
@@ -69,5 +69,5 @@ class GroupOptimizer(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Update `params` in place from `grads` of the same dtype; an empty state means a first step."""
+        """Update `params` in place from `grads` of the same dtype; `states` are empty dicts before the first step."""
         raise NotImplementedError(f"{type(self).__name__} has no update of its own")

@@ -22,11 +22,11 @@ NS_STEPS = 5
 def orthogonalize(matrix: Tensor, ns_method: str = "gram") -> Tensor:
     """Approximate the nearest semi-orthogonal matrix by five Newton-Schulz steps (Jordan et al. 2024).
 
-    X <- a X + b (X X') X + c (X X')^2 X, from X = matrix / |matrix|. "gram" makes the same steps on the small Gram
-    matrix X X' and multiplies by the long side only twice; "standard" multiplies by X in each step.
+    X <- a X + b (X X') X + c (X X')^2 X, from X = matrix / |matrix|. "gram" iterates on the small Gram matrix X X' and
+    multiplies along the long side only twice in total; "standard" does so in each step.
 
     Args:
-        matrix: fp32, two dims.
+        matrix: two dims, in fp32.
         ns_method: "gram" or "standard" (`optimizer.params.ns_method`).
 
     Returns:
@@ -55,8 +55,8 @@ class Muon(GroupOptimizer):
     """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled decay for matrices; AdamW for other parameters.
 
     A parameter with two or more dims is a matrix (further dims are flattened into the second), unless its group or the
-    parameter itself has `use_muon=False`, as embeddings and output heads should. p -= lr * sqrt(max(1, rows / columns))
-    * orthogonalize(momentum * m + (1 - momentum) * g).
+    parameter itself has `use_muon=False`, as embeddings and output heads should. With the gradient g and its running
+    mean m: p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(momentum * m + (1 - momentum) * g).
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Muon(GroupOptimizer):
             weight_decay: weight decay, multiplied by the learning rate.
             betas: decay rates of Adam's moments.
             eps: added to the square root of Adam's second moment.
-            muon_lr: learning rate of matrices.
-            adam_lr: learning rate of other parameters. A schedule changes the group's `lr`, that of matrices; this rate
-                stays proportional to it.
-            ns_method: "gram" or "standard".
+            muon_lr: learning rate of matrices; None: `lr`.
+            adam_lr: learning rate of other parameters; None: `lr`. The group's `lr`, which schedules change, is that of
+                matrices; the other rate stays proportional to it.
+            ns_method: "gram" or "standard"; see `orthogonalize`.
 
         Raises:
-            OptimizerError: a value is out of range.
+            OptimizerError: a value is out of range, or the method is unknown.
         """
         if ns_method not in NS_METHODS:
             raise OptimizerError(f"Muon: ns_method is {ns_method!r}; use one of {', '.join(NS_METHODS)}")

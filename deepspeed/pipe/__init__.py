@@ -1,4 +1,4 @@
-"""Pipeline parallelism: models split into stages, schedules as data, and one executor for all of them."""
+"""Pipeline parallelism: models split into stages, schedules as lists of actions, and one executor for all schedules."""
 
 from __future__ import annotations
 

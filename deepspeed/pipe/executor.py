@@ -1,4 +1,4 @@
-"""Executor of a stage's part of any schedule, with a check that all stages have completed an accumulation window."""
+"""Executor that runs one stage's actions of any pipeline schedule, and checks that compare all stages afterwards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Count(NamedTuple):
     Args:
         loss: mean loss of this rank; 0 without losses.
         losses: number of micro-batches with a loss on this rank.
-        items: number of items over which the losses are summed; 0 if they are means.
+        items: number of items, such as tokens, by which summed losses are divided; 0 if losses are means.
         stage: index of the stage.
         step: number of updates before this window.
         forward: number of forward passes (chunks times micro-batches).
         backward: number of micro-batches with a backward pass.
-        metrics: other reported numbers.
-        failed: whether computing the loss raised.
+        metrics: number of scalars that this rank reports in addition to the loss.
+        failed: 1 if computing the loss raised, else 0.
     """
 
     loss: float
@@ -111,6 +111,10 @@ class Means:
 def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
     """Check that parameters shared by several stages are equal on all of them. All ranks of the axis call together.
 
+    Args:
+        values: shared parameters of this stage, by a name that all stages use.
+        axis: the pipeline stages.
+
     Raises:
         PipelineError: a stage's copy differs; the message says which.
     """
@@ -136,7 +140,13 @@ _CARRIES = {"F": "activation", "B": "gradient"}
 
 
 class ModelPart(Protocol):
-    """Part of a model on this stage."""
+    """Interface of a model part that a stage runs.
+
+    Attributes:
+        first, last: whether it is the first or the last part of the model.
+        words: description for error messages.
+        reads_batch: whether `run` or `loss` reads the batch.
+    """
 
     first: bool
     last: bool
@@ -146,11 +156,11 @@ class ModelPart(Protocol):
     metrics: Mapping[str, torch.Tensor | float]  # scalars in addition to the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
-        """Compute the part's outputs from those of the previous part."""
+        """Compute the part's outputs from those of the previous part (the first part: from the batch)."""
         ...
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Compute the loss from the last part's outputs."""
+        """Compute the loss, a tensor with one element, from the last part's outputs."""
         ...
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -159,7 +169,7 @@ class ModelPart(Protocol):
 
 
 class Driver(Protocol):
-    """Engine of a stage, with the batches, the model and the accumulation window."""
+    """Interface of the engine of a stage, which has the batches, the model and the accumulation window."""
 
     @property
     def costs(self) -> list[float]:
@@ -167,19 +177,19 @@ class Driver(Protocol):
         ...
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run a chunk; the last part returns its outputs, or in training the loss."""
+        """Run a chunk (a model part of this stage); the last part returns its outputs, or in training the loss."""
         ...
 
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward from the outputs that a chunk has sent, or, with None for gradients, from the loss.
+        """Run backward from `roots`, the outputs that a chunk has sent, and their gradients; None: from the loss.
 
         `run` has the signature of `torch.autograd.backward`.
         """
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
-        """Compute the weight gradients that a backward pass has deferred."""
+        """Call `run`, which computes the weight gradients that the backward pass of a micro-batch has deferred."""
 
     def words(self, chunk: int) -> str:
         """Describe the model part of a chunk, for messages."""
@@ -203,7 +213,7 @@ class _ReceivedTensors(torch.autograd.Function):
 
 @dataclass
 class _Held:
-    """State of a micro-batch in a chunk, from its input's arrival until its gradient is sent.
+    """State of a micro-batch in a chunk, from the arrival of its input until the input gradient is sent.
 
     Args:
         value: the received value.
@@ -238,25 +248,32 @@ class OtherStages:
 
     @staticmethod
     def sender(axis: Axis) -> type[Sender]:
-        """Return the class that sends to other stages of an axis."""
+        """Return the class for sends to the other stages of an axis."""
         return Sender
 
     def come_to(self, place: int, action: Action) -> None:
-        """Notification: this stage starts an action of its row."""
+        """Handle the start of the action at index `place` of this stage's row; does nothing by default."""
 
     def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """Receive the message of an action from a rank."""
+        """Receive the message of an action from a rank; `label` describes it in error messages."""
         return receiver.receive(label)
 
     def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:
-        """Notification: an action is about to send a message."""
+        """Handle the message that an action is about to send; does nothing by default."""
 
 
 other_stages: Replaceable[type[OtherStages]] = Replaceable(OtherStages)
 
 
 class Executor:
-    """Executor of one stage of a pipeline. With several chunks, stages form a `ring`: the last sends to the first."""
+    """Executor of one stage of a pipeline. All ranks of the axis create it together.
+
+    Args:
+        axis: the stages, in order.
+        driver: the engine of this stage.
+        ring: whether the last stage also sends to the first, as with several chunks per stage.
+        device: device of the tensors that are sent.
+    """
 
     def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
@@ -299,7 +316,7 @@ class Executor:
         return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
 
     def run(self, schedule: PipelineSchedule, training: bool) -> list[Any]:
-        """Run this stage's row of a validated schedule. All stages call together; in training graphs are kept.
+        """Run this stage's row of a validated schedule; `training`: with autograd. All stages call together.
 
         Returns:
             Outputs of the last part by micro-batch, detached; empty on other stages.
@@ -336,7 +353,7 @@ class Executor:
         return f"{what}, stage {self.stage} at {self._place}"
 
     def _failed(self, action: Action, error: Exception) -> PipelineError:
-        """Notify all ranks of an error, and return it with its place in the schedule."""
+        """Notify all ranks of an error, and return an error with stage, micro-batch and action."""
         where = (
             f"stage {self.stage} ({self._driver.words(action.chunk)}), micro-batch {action.micro}, "
             f"{_COMPUTES[action.op[-1]]}"

@@ -1,8 +1,8 @@
-"""Simulated stages of a pipeline, for runs without values.
+"""Simulated stages of a pipeline, for runs without values (`deepspeed/foundation/fake_mode.py`).
 
-One stage runs; the others do not exist (`deepspeed/foundation/fake_mode.py`). Their progress follows from the schedule:
-stages in step are at the position given by the costs of their parts; late stages have only done the work behind
-messages that this stage has received.
+Only one stage runs in this process. The progress of the others follows from the schedule: by default, each is at the
+position that the costs of its parts give; with `late`, each has only run the actions before the last message that this
+stage has received from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.pipe.schedule_simulator import simulate
 
 
 class AbsentStages(OtherStages):
-    """Stand-in for the other stages of a pipeline; without costs, all parts cost the same."""
+    """Simulation of the other stages of a pipeline; see `OtherStages`."""
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
         super().__init__(schedule, stage, costs)
@@ -73,10 +73,7 @@ class AbsentStages(OtherStages):
             self._let_go(sender, action)
 
     def _let_go(self, sender: SimulatedSender, action: Action) -> None:
-        """Before sending, mark earlier messages as read if their receiver has finished with them.
-
-        Messages are identified by window, micro-batch and chunk.
-        """
+        """Mark earlier messages as read if their simulated receiver is done with them, and name the next message."""
         kind, (peer, _) = action.op[1], self._peer(action)
         for message in sender.unread():
             end = self._end(kind, peer, message)
@@ -85,8 +82,7 @@ class AbsentStages(OtherStages):
         sender.name((self, action))
 
     def _end(self, kind: str, peer: int, message: Any) -> int | None:
-        """Return the position in a peer's row at which it frees a message (first receive after the last use), or
-        None."""
+        """Return where a peer's row frees a message (index of the first receive after its last use), or None."""
         window, action = message
         row, used = self.schedule.rows[peer], -1
         if window is self:

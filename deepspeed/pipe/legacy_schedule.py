@@ -1,4 +1,4 @@
-"""Schedules with upstream's names, as lists of instructions.
+"""Schedules as lists of instructions, with the class names of upstream DeepSpeed.
 
 The schedules match the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step is one forward or
 backward pass with its messages; the last step ends with the update.
@@ -41,7 +41,7 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Sum gradients of parameters that several stages hold."""
+    """Sum gradients of parameters that several stages share."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -60,15 +60,15 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load a micro-batch."""
+    """Load the data of a micro-batch, on the first and the last stage."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the forward pass."""
+    """Run the forward pass of a micro-batch."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Run the backward pass."""
+    """Run the backward pass of a micro-batch."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -115,7 +115,7 @@ class PipeSchedule:
         raise NotImplementedError(f"{type(self).__name__} has no steps()")
 
     def num_pipe_buffers(self) -> int:
-        """Return the maximum number of micro-batches that the stage holds at a time."""
+        """Return the maximum number of micro-batches that the stage has in memory at a time."""
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -146,7 +146,7 @@ class PipeSchedule:
 
 
 class _OfRows(PipeSchedule):
-    """Schedule converted from a stage's row."""
+    """Base class of schedules that are converted from a stage's row of a `PipelineSchedule`."""
 
     schedule_name: str
 
@@ -156,7 +156,7 @@ class _OfRows(PipeSchedule):
         return make_schedule(name, stages, micro_batches)
 
     def data(self) -> PipelineSchedule:
-        """Schedule of all stages, as the engine runs it."""
+        """Return the schedule of all stages, as the engine runs it."""
         return self._of_all_stages(self.schedule_name, self.stages, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -182,7 +182,7 @@ class _OfRows(PipeSchedule):
 
 
 class TrainSchedule(_OfRows):
-    """1F1B: each backward pass runs as early as possible."""
+    """1F1B schedule (PipeDream-Flush, arXiv:2006.09503): each backward pass runs as early as possible."""
 
     schedule_name = "1f1b"
 
@@ -200,7 +200,7 @@ class TrainSchedule(_OfRows):
 
 
 class InferenceSchedule(_OfRows):
-    """Forward only; one micro-batch can be in transfer while the next is computed."""
+    """Schedule of forward passes only; one micro-batch can be in transfer while the next is computed."""
 
     schedule_name = "inference"
 

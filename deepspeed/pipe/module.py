@@ -1,4 +1,4 @@
-"""Model given as a list of layers; each rank builds the layers of its stage."""
+"""Pipeline model as a list of layers; each rank keeps the layers of its stage."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class LayerSpec:
         typename: class of the layer, a Module.
         module_args: positional arguments of the class.
         module_kwargs: keyword arguments of the class.
+
+    Raises:
+        ArgumentError: `typename` is not a subclass of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -54,8 +57,8 @@ class TiedLayerSpec(LayerSpec):
         key: name of the shared parameters.
         typename: class of the layer.
         module_args: positional arguments of the class.
-        forward_fn: called with (layer, inputs) instead of the layer.
-        tied_weight_attr: accepted for old scripts: all parameters of the layer are shared.
+        forward_fn: called with (layer, inputs) instead of the layer's forward; None: the layer is called.
+        tied_weight_attr: no effect; all parameters of the layer are shared.
         module_kwargs: keyword arguments of the class.
     """
 
@@ -74,31 +77,32 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A list of layers, split into stages. Parameter names begin with the layer's index in the full list.
+    """List of layers, split into stages. Parameter names begin with the layer's index in the full list.
 
     Args:
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
-        num_stages: number of ranks along `pp`; give this or `topology`.
-        topology: a `ProcessTopology` with "pipe" as its outermost axis.
+        num_stages: number of pipeline stages; None: from `topology`.
+        topology: a `ProcessTopology` with "pipe" as its outermost axis; None: "pipe" and "data".
         loss_fn: called with (outputs, labels) on the last stage; returns the loss, or (loss, dict of
             numbers for `engine.metrics`). None: the last layer returns the loss.
-        seed_layers: build and run each layer with a separate seed.
+        seed_layers: whether each layer is built and run with its own seed.
         seed_fn: sets the seed; None: torch.manual_seed.
         base_seed: seed of layer 0.
         partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
-            of matching classes), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
+            of matching classes), or a list of bounds (part p has the layers from bounds[p] up to bounds[p + 1]).
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
         checkpointable_layers: names of the classes that are recomputed; None: those with parameters.
-        dynamic_shape: accepted for old scripts: shapes may always change.
-        num_chunks: parts per stage, for the interleaved schedule.
+        dynamic_shape: no effect; shapes may always change between micro-batches.
+        num_chunks: parts per stage, for the interleaved schedule; part p belongs to stage p % num_stages.
         example_input: the first layer's input, for partition_method "profile", which runs all
-            layers on every rank, one at a time.
+            layers on every rank, one at a time; None: for other methods.
         stage_memory: limit of a stage's bytes, for "profile"; None: the device's memory, on the CPU no limit.
 
     Raises:
-        ArgumentError: arguments contradict each other.
-        MeshError: the number of ranks is not divisible by the number of stages.
+        ArgumentError: neither `num_stages` nor `topology` is given, an entry of `layers` or the partition method is
+            invalid, or the layers cannot be split into this number of parts.
+        MeshError: the number of ranks is not divisible by the number of stages, or the topology has other ranks.
     """
 
     def __init__(
@@ -189,7 +193,7 @@ class PipelineModule(nn.Module):
         return bounds
 
     def _measured(self, parts: int) -> list[int]:
-        """Return bounds from measured costs; each layer is built and run alone. All ranks call together."""
+        """Return the bounds of the parts from measured costs of the layers. All ranks call together."""
         accelerator, limit = get_accelerator(), self._memory
         if limit is None and accelerator.device_name() != "cpu":
             limit = accelerator.total_memory()
@@ -208,7 +212,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _build_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
-        """Build one layer for a measurement; returns a function to call, and the module."""
+        """Build one layer for a measurement; return the function to call, and the module or None."""
         if isinstance(spec, TiedLayerSpec):
             module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
             return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
@@ -269,7 +273,7 @@ class PipelineModule(nn.Module):
         return [int(self._trained_elements(spec)) for spec in self._specs]
 
     def stages_of(self, key: str) -> list[int]:
-        """Return the stages with a layer of a tied key."""
+        """Return the indices of the stages that have a layer with a tied key."""
         return sorted(
             {
                 self.stage_owner(layer)
@@ -284,7 +288,7 @@ class PipelineModule(nn.Module):
     # -- running --------------------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[LayerRun]:
-        """Return this stage's parts, by chunk."""
+        """Yield this stage's parts, in order of chunks."""
         for part in self._own_parts():
             yield LayerRun(self, part, range(self._bounds[part], self._bounds[part + 1]))
 
@@ -293,7 +297,10 @@ class PipelineModule(nn.Module):
 
         Args:
             inputs: inputs of the first layer.
-            layers: indices of the layers; None: all, if this rank has all.
+            layers: indices of the layers; None: all layers.
+
+        Raises:
+            PipelineError: `layers` is None, and there are several stages.
         """
         if layers is None:
             if self._stages > 1:
@@ -336,7 +343,7 @@ class PipelineModule(nn.Module):
         return self._stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage of a layer."""
+        """Return the index of the stage of a layer; ArgumentError if there is no such layer."""
         if not 0 <= layer_idx < len(self._specs):
             raise ArgumentError(f"there is no layer {layer_idx}: there are {len(self._specs)}")
         return next(part for part, high in enumerate(self._bounds[1:]) if layer_idx < high) % self._stages
@@ -345,11 +352,11 @@ class PipelineModule(nn.Module):
         return self._topology
 
     def mpu(self) -> Mesh:
-        """Return the mesh of the newest engine, as a model-parallel unit (mpu)."""
+        """Return the mesh of the newest engine, which has the methods of a model-parallel unit (mpu)."""
         return current_mesh()
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """Return parameters of layers that were passed as modules, which exist on every rank, by layer and name."""
+        """Return the parameters of layers that were passed as modules and so exist on every rank, by "layer.name"."""
         layers = [(index, spec) for index, spec in enumerate(self._specs) if isinstance(spec, nn.Module)]
         return {f"{index}.{name}": param for index, layer in layers for name, param in layer.named_parameters()}
 
@@ -373,11 +380,11 @@ class PipelineModule(nn.Module):
         return f"{_name(spec)}({', '.join(arguments)}){tied}"
 
     def partitions(self) -> list[int]:
-        """Return the bounds of the parts, in layers."""
+        """Return the bounds of the parts: part p has the layers from bounds[p] up to bounds[p + 1]."""
         return list(self._bounds)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Return this rank's parameters that are shared with other stages, and those stages."""
+        """Return (parameter, indices of the stages) for this rank's parameters that several stages share."""
         return [
             (param, tuple(self.stages_of(key)))
             for key, module in self.tied_modules.items()
@@ -386,15 +393,15 @@ class PipelineModule(nn.Module):
         ]
 
     def get_additional_losses(self) -> Mapping[str, torch.Tensor | float] | None:
-        """Return further numbers, by name, for the micro-batch that has just run; for subclasses to override.
+        """Return further scalars of the last micro-batch, by name, or None; subclasses may override this.
 
-        The last stage calls this; `engine.metrics` has the means on every rank.
+        The last stage calls this after each loss; `engine.metrics` has the means on every rank.
         """
         return None
 
 
 class LayerRun:
-    """Part of a `PipelineModule`, as run by the executor."""
+    """Part number `part` of a `PipelineModule`, with some of its layers, run by the executor; see `ModelPart`."""
 
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers
@@ -410,12 +417,15 @@ class LayerRun:
         return self._module(received, layers=self._layers)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Do nothing: there are no stand-ins for other stages' layers."""
+        """Do nothing: there are no placeholders for layers of other stages."""
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Compute the loss from outputs and labels, or from outputs and a batch that is a dict.
 
         `loss_fn` may return (loss, numbers by name); these numbers and the additional losses become `metrics`.
+
+        Raises:
+            PipelineError: the loss is not a tensor with one element.
         """
         loss, numbers = outputs, {}
         if self._module.loss_fn is not None:

@@ -1,8 +1,8 @@
 """Costs of a model's layers, estimated or measured, and the partition of layers over stages by cost.
 
-An output projection over a large vocabulary costs as much as one or two blocks, so equal numbers of blocks or
-parameters do not give equal times. Operations are counted in one forward on a small input, which gives every rank the
-same numbers; seconds are measured on this machine.
+An output projection over a large vocabulary costs as much as one or two blocks, so stages with equal numbers of blocks
+or parameters do not take equal times. The estimate counts operations in one forward on a small input, which gives every
+rank the same numbers. A measurement takes the seconds on this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEAR = 4  # maximum distance of a move, so that the search is linear in the num
 
 
 class _Crossings:
-    """Forward of a model with a reading of a counter before the first block, between blocks, and after the last."""
+    """Forward of a model that reads a counter (operations or seconds) at the borders of all blocks."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
@@ -57,11 +57,11 @@ class _Crossings:
         self.crossed.append(next((t for t in tensors_in((args, kwargs)) if t.requires_grad), None))
 
     def forward(self) -> list[float]:
-        """Return the differences of the counter: before the blocks, in each block, and after the blocks."""
+        """Return the increase of the counter before the blocks, in each block, and after the blocks."""
         return [high - low for low, high in itertools.pairwise(self._marks)]
 
     def backward(self, params: list[nn.Parameter]) -> list[float]:
-        """Return the same differences for the backward pass, which leaves no gradients."""
+        """Run backward, without storing gradients, and return the increases in the order of `forward`."""
         marks: list[float | None] = [None] * len(self.crossed)
 
         def note(index: int) -> Callable[[torch.Tensor], None]:
@@ -96,13 +96,16 @@ class _Counter(DispatchMode):
 
 
 def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any]) -> list[float]:
-    """Count the floating-point operations of one forward: before the blocks, in each block, and after the blocks."""
+    """Count the floating-point operations of one forward on `inputs`: before, in each of, and after the blocks."""
     with _Counter() as counter, evaluating(model, use_cache=False):
         return _Crossings(model, blocks, inputs, lambda: counter.total).forward()
 
 
 def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], repeats: int = 3) -> list[float]:
-    """Measure seconds of forward and backward, split as in `operations`: minimum of `repeats` runs, random labels."""
+    """Measure seconds of forward and backward, split as in `operations`: the minimum of `repeats` runs each.
+
+    If forward takes labels, they are the input tokens.
+    """
     arguments = dict(inputs)
     if "labels" in inspect.signature(model.forward).parameters and "input_ids" in arguments:
         arguments["labels"] = arguments["input_ids"]
@@ -118,13 +121,13 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
 
 @contextmanager
 def seconds_clock() -> Iterator[Callable[[], float]]:
-    """Context that yields a function for reading seconds."""
+    """Context that yields a clock in seconds, which synchronizes the device first."""
     yield _now
 
 
 @contextmanager
 def operations_clock() -> Iterator[Callable[[], float]]:
-    """Context that yields a function for reading the number of operations so far."""
+    """Context that yields a counter of the floating-point operations inside the context."""
     with _Counter() as counter:
         yield lambda: float(counter.total)
 
@@ -138,9 +141,15 @@ def _now() -> float:
 
 
 def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
-    """Partition blocks so that the slowest stage is as fast as possible; returns bounds as `partition_balanced` does.
+    """Partition blocks so that the slowest stage is as fast as possible.
 
-    Part p belongs to stage p % stages and has at least one block; costs are those of `operations`.
+    Args:
+        costs: costs before the blocks, of each block, and after the blocks, as from `operations`.
+        stages: number of stages.
+        chunks: parts per stage. Part p belongs to stage p % stages.
+
+    Returns:
+        Bounds: part p has the blocks from bounds[p] up to bounds[p + 1], at least one.
     """
     parts, weights = stages * chunks, _of_blocks(costs)
     sums = [0.0, *itertools.accumulate(weights)]
@@ -171,14 +180,14 @@ def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]
 
 
 def costs_of_parts(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Return the costs of the parts, relative to their mean; equal if costs are unknown."""
+    """Return the costs of the parts with these bounds, relative to their mean; 1 if all `costs` (see `deal`) are 0."""
     weights = _of_blocks(costs)
     own = [sum(weights[low:high]) for low, high in itertools.pairwise(bounds)]
     return [cost * len(own) / sum(own) for cost in own] if sum(own) else [1.0] * len(own)
 
 
 def _of_blocks(costs: Sequence[float]) -> list[float]:
-    """Add the costs before and after the blocks to the first and the last block."""
+    """Return the costs of the blocks; those before and after the blocks are added to the first and the last."""
     weights = list(costs[1:-1])
     weights[0] += costs[0]
     weights[-1] += costs[-1]
@@ -193,11 +202,11 @@ Layer = tuple[Callable[[Any], Any], nn.Module | None]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer.
+    """Time and memory of one layer.
 
     Args:
         seconds: time of forward and backward of a micro-batch.
-        state: bytes of parameters, gradients and the moments of an optimizer.
+        state: bytes of parameters, gradients and two moments of an optimizer.
         activation: bytes of the activations of one micro-batch that are saved for backward.
     """
 
@@ -207,9 +216,12 @@ class LayerCost:
 
 
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
-    """Measure layers, forward and backward, one after the other; no gradients remain.
+    """Measure forward and backward of layers, one after the other, on the current device; no gradients remain.
 
-    The first layer gets `inputs`. The time of a layer is the minimum of `repeats` runs after a warm-up.
+    Args:
+        layers: (function to call, its module or None) for each layer.
+        inputs: inputs of the first layer, any nest of tensors; each next layer reads the outputs of the one before.
+        repeats: number of runs after a warm-up; the time of a layer is their minimum.
 
     Raises:
         ArgumentError: a layer cannot run; the message says which.
@@ -241,7 +253,7 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
 
 
 def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter]) -> tuple[Any, int]:
-    """Run one forward and backward; returns the output, and the bytes saved in between."""
+    """Run one forward and backward; return the output, and the bytes of activations saved for backward."""
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,9 +272,14 @@ def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter
 
 
 def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:
-    """Agree on layer costs over all ranks: median time, maximum bytes; also returns the smallest memory limit in bytes.
+    """Combine the layer costs of all ranks: median time, maximum bytes. All ranks call together.
 
-    All ranks call together.
+    Args:
+        measured: measures the layers on this rank.
+        limit: memory limit of this rank in bytes; None: no limit.
+
+    Returns:
+        The costs, and the smallest limit of all ranks; equal on all ranks.
 
     Raises:
         ArgumentError: another rank could not measure; that rank raises its own error.
@@ -290,9 +307,9 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
 
 
 def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: float | None = None) -> list[int]:
-    """Partition layers by measured costs, as in `deal`; of equally fast partitions, choose the one with least memory.
+    """Partition layers by measured costs, as in `deal`; among equally fast partitions, minimize the largest memory.
 
-    A stage may use `limit` bytes; None: no limit.
+    Memory is that of the 1F1B schedule (several chunks: interleaved). `limit`: bytes per stage; None: no limit.
 
     Raises:
         ArgumentError: no partition keeps all stages under the limit.

@@ -1,8 +1,8 @@
 """Placeholders for modules of other stages.
 
-A stage runs the forward of the model's root module. During the run, blocks and other modules with parameters that
-belong to other stages are replaced: one placeholder returns the received values, the others return NaN in the right
-shape. A value that was not sent but should have been is then visible in the result as NaN, never a silent zero.
+A stage runs the forward of the model's root module. During the run, placeholders replace the modules of other stages:
+one returns the received values, the others return NaN in the right shape. If a value should have been sent but was not,
+the result is therefore NaN instead of silently wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Slot = tuple[nn.Module, str]  # parent module, and name of the replaced child
 
 
 class Handover(Exception):  # noqa: N818  no error: it ends the root's forward where the next part begins
-    """Exception that carries the output of a part's last block out of the root's forward."""
+    """Control-flow exception that ends the root's forward after a part's last block; `value` is the block's output."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("the last block of this stage has run")
@@ -30,7 +30,7 @@ class Handover(Exception):  # noqa: N818  no error: it ends the root's forward w
 
 
 class _StandIn(nn.Module):
-    """Placeholder that answers attribute accesses from the module that it replaces."""
+    """Placeholder with the attributes of the module that it replaces."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,9 +44,11 @@ class _StandIn(nn.Module):
 
 
 class Elsewhere(_StandIn):
-    """Placeholder for a module with parameters on another stage: returns NaN in the shape of the module's output.
+    """Placeholder for a module of another stage: returns NaN in the shape of the module's output.
 
-    Shapes come from a copy on the meta device; the name is for error messages.
+    Args:
+        module: a copy of the module on the meta device, which computes the shapes.
+        name: name of the module in error messages.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -55,7 +57,11 @@ class Elsewhere(_StandIn):
         self.dtype_here: torch.dtype | None = None  # dtype of floating-point results, if the model was cast
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaN, on the device of the arguments."""
+        """Return NaN (integers: 0) in the shape of the module's output, on the device of the arguments.
+
+        Raises:
+            PipelineError: the module cannot compute its shapes on the meta device.
+        """
         devices: list[torch.device] = []
 
         def away(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,27 +78,33 @@ class Elsewhere(_StandIn):
 
 
 class Skipped(_StandIn):
-    """Placeholder for a block before this part: the last one returns the received values, the others return NaN."""
+    """Placeholder for a block of an earlier part: returns its attribute `value`.
+
+    For the last of these blocks it is the value received from the previous part, for the others NaN.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.value: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stored value."""
+        """Return `value`."""
         return self.value
 
 
 class Final(_StandIn):
-    """Last block of a part: its output goes to the next part, and the root's forward ends."""
+    """Wrapper of the last block of a part: ends the root's forward with the block's output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise the block's output as a `Handover`."""
+        """Run the block, and raise its output as a `Handover`."""
         raise Handover(self._stands_for(*args, **kwargs))
 
 
 def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """Copy nested tensors, with NaN in floating-point ones (in `dtype`, if given) and 0 in others."""
+    """Return nested tensors of the same shapes, with NaN in floating-point ones and 0 in others.
+
+    None for `device` and `dtype` (of floating-point ones) keeps those of each tensor.
+    """
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()
@@ -103,7 +115,7 @@ def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype |
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Copy a module to the meta device."""
+    """Copy a module to the meta device, also one with sharded parameters."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         if is_managed(tensor):  # moving managed parameters would gather their values

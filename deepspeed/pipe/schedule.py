@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: the order of each stage's actions, in a printable and parsable text form.
+"""Pipeline schedules: the order of each stage's actions, which can be printed as text and parsed.
 
 The text has a line per stage and a word per action. `F3` and `B3` compute forward and backward of micro-batch 3, `<F3`
 and `>F3` receive and send its activation, `<B3` and `>B3` its gradient. If a row has `W3`, `B3` defers the weight
@@ -23,7 +23,7 @@ _ONE_CHUNK = ("1f1b", "zero_bubble")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Action of a stage.
+    """One action of a stage: a computation, a receive or a send.
 
     Args:
         op: `F`, `B`: compute forward or backward. `<F`, `<B`: receive its input. `>F`, `>B`: send its result. `W`:
@@ -41,7 +41,7 @@ class Action:
 
     @classmethod
     def parse(cls, word: str) -> Action:
-        """Parse a word in the form of `str(action)`."""
+        """Parse a word in the form of `str(action)`; PipelineError if it has another form."""
         match = _WORD.fullmatch(word)
         if match is None:
             raise PipelineError(f"{word!r} is not an action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
@@ -56,8 +56,8 @@ class PipelineSchedule:
     """Schedule of all stages.
 
     Args:
-        name: name in the JSON.
-        micros: number of micro-batches.
+        name: name of the schedule, see `make_schedule`.
+        micros: number of micro-batches per update.
         chunks: number of chunks per stage.
         rows: actions by stage.
     """
@@ -82,7 +82,7 @@ class PipelineSchedule:
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """Return the index of the model part of a stage's chunk."""
+        """Return the index, in the whole model, of the part that is a stage's chunk."""
         return chunk * self.stages + stage
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class PipelineSchedule:
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
     def around(self, stage: int, position: int, beside: int = 3) -> str:
-        """Show a stage's position in its row with its neighbours: "F1 >F1 [<B0] B0 F2"."""
+        """Format an action of a stage's row with `beside` neighbours on each side: "F1 >F1 [<B0] B0 F2"."""
         row, low = self.rows[stage], max(0, position - beside)
         near = row[
             low : position + beside + 1
@@ -103,7 +103,7 @@ def parse(text: str) -> PipelineSchedule:
     """Parse a schedule in the form of `str(schedule)`.
 
     Raises:
-        PipelineError: the text is no schedule; the message has the wrong word.
+        PipelineError: the text is not a schedule; the message has the wrong word.
     """
     head, *lines = text.strip().splitlines()
     match = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
@@ -119,16 +119,17 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Pipel
     """Create a schedule by name.
 
     Args:
-        name: "gpipe": all forward passes, then all backward passes; "1f1b": each backward as early as possible;
-            "interleaved": 1f1b over several chunks per stage, in rounds of as many micro-batches as stages;
-            "zero_bubble": 1f1b with weight gradients deferred into waiting times (ZB-H1 of Qi et al., "Zero Bubble
-            Pipeline Parallelism", 2023); "inference": no backward.
+        name: "gpipe" (arXiv:1811.06965): all forward passes, then all backward passes; "1f1b" (arXiv:2006.09503): each
+            backward as early as possible; "interleaved" (arXiv:2104.04473): 1f1b over several chunks per stage, in
+            rounds of as many micro-batches as stages; "zero_bubble" (ZB-H1 of arXiv:2401.10241): 1f1b with weight
+            gradients deferred into waiting times; "inference": no backward.
         stages: number of ranks along `pp`.
         micros: number of micro-batches per update.
         chunks: chunks per stage; 1 for 1f1b and zero_bubble.
 
     Raises:
-        ArgumentError: the name is unknown, or the schedule does not exist for these numbers.
+        ArgumentError: the name is unknown, a number is below 1, 1f1b or zero_bubble has several chunks, or the
+            micro-batches of interleaved are not a multiple of the stages.
     """
     if name not in NAMES:
         raise ArgumentError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
@@ -180,7 +181,7 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
 
 
 def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
-    """Return the number of forward passes before the first one that a backward pass follows."""
+    """Return the number of forward passes of a stage before forward and backward alternate; see `make_schedule`."""
     total = micros * chunks
     if name == "gpipe":
         return total

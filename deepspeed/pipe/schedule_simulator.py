@@ -16,14 +16,14 @@ Cost = float | tuple[float, ...]  # a multiple of these, or (forward, backward[,
 
 @dataclass(frozen=True)
 class ScheduleCost:
-    """Cost of a schedule.
+    """Time and memory of a schedule.
 
     Args:
-        time: time at which the last stage finishes, for the given costs of parts and messages.
-        peaks: for each stage, the maximum number of (micro-batch, chunk) activations that it holds.
-        idle: fraction of stages times time without computation.
-        put_off: how many of these peaks have finished `B` and are only held for `W`.
-        begins: start time of each action, by stage.
+        time: time at which the last stage finishes, in the unit of the costs.
+        peaks: by stage, the maximum number of (micro-batch, chunk) activations in memory.
+        idle: idle fraction of the time of all stages (the pipeline bubble).
+        put_off: by stage, the number of activations at its peak that only wait for `W`.
+        begins: by stage, the start time of each action.
     """
 
     time: float
@@ -73,7 +73,7 @@ class _Simulation:
             raise PipelineError(f"the schedule never ends: {'; '.join(map(self._waits, waiting))}")
 
     def _peer(self, index: int, action: Action) -> tuple[int, int]:
-        """Return the (stage, chunk) that is the other end of a message."""
+        """Return the (stage, chunk) at the other end of a message; PipelineError if there is none."""
         onward = 1 if action.op in (">F", "<B") else -1
         part = self.schedule.part(index, action.chunk) + onward
         if not 0 <= part < self.schedule.parts:
@@ -83,7 +83,7 @@ class _Simulation:
         return stage, chunk
 
     def _act(self, index: int, action: Action) -> bool:
-        """Perform an action; returns False if its message has not been sent yet."""
+        """Perform an action; return False if its message has not been sent yet."""
         stage, kind = self.stages[index], action.op[-1]
         if action.op[0] == ">":
             if not stage.done[kind, action.micro, action.chunk]:
@@ -120,7 +120,7 @@ class _Simulation:
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
     def _hold(self, index: int, stage: _Stage, action: Action) -> None:
-        """Update the held activations after an action."""
+        """Update the activations in memory, and their peak, for an action."""
         place = (action.micro, action.chunk)
         if action.op == "B" and place not in stage.held:
             raise PipelineError(f"stage {index}: {action} before its forward (order swapped)")
@@ -168,6 +168,7 @@ def simulate(
     """Simulate a schedule and return its cost.
 
     Args:
+        schedule: the schedule of all stages.
         costs: cost of each part: a multiple of `FORWARD` and `BACKWARD`, or (forward, backward[, weights]) in any unit;
             without weights, these cost nothing; empty: all parts cost 1.
         beside: extra time of each stage after the schedule (such as the update), in the same unit; empty: none.

@@ -1,8 +1,8 @@
 """Split of a backward pass: input gradients first, weight gradients of matrix products later.
 
-[Note: what is put off] The autograd graph of a micro-batch is analysed before its backward. Consider a product `x @ w`
-with a right factor that depends on parameters only, without another use of them in the graph. Backward skips this edge,
-so autograd does not compute the weight gradient. The product's output gradient and `x` are kept. `weights` later
+[Note: what is put off] The autograd graph of a micro-batch is analysed before its backward. A product `x @ w` is
+deferred if `w` depends on parameters only, and the graph has no other use of them. Backward skips the edge to `w`, so
+autograd does not compute the weight gradient; `x` and the product's output gradient are kept. `weights` later
 multiplies them as autograd would and continues along the same edge, so casts, transpositions and parameter hooks run
 as usual, once. The model needs no change. All other gradients are computed immediately: biases, norms, embeddings, a
 weight with other or very many uses, products of three dims, recomputed blocks (their saved tensors can be read only
@@ -53,13 +53,13 @@ class _Product:
 
     @classmethod
     def of(cls, node: Node, edge: GradientEdge) -> _Product:
-        """Create a product from its node in the graph."""
+        """Create a product from its node in the graph and the edge to its right factor."""
         left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
         rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
         return cls(edge, left, strides[0] == 1 and strides[1] == rows)
 
     def multiplied(self) -> torch.Tensor:
-        """Return the gradient of the right factor, computed in autograd's order."""
+        """Return the gradient of the right factor; PipelineError if a factor was changed in place meanwhile."""
         left, gradient = self.left, self.gradient
         if gradient is None or (left._version, gradient._version) != self.versions:
             raise PipelineError(
@@ -71,7 +71,7 @@ class _Product:
 
 @dataclass
 class _Group:
-    """Products with gradients that are summed further down; one backward runs them, to keep the order of sums.
+    """Products with weight gradients that autograd sums in a common node; computed together, to keep the order of sums.
 
     Args:
         nodes: graph nodes below their edges.
@@ -107,9 +107,10 @@ class _Group:
 
 
 class SplitBackward:
-    """Backward of a micro-batch through a part of the model, in two phases.
+    """Backward of a micro-batch through a part of the model, in two phases: `read` and `backward`, then `weights`.
 
-    `anchor` is the leaf for gradients of received tensors; None: no stage waits for a gradient, so nothing is deferred.
+    Args:
+        anchor: leaf that all received tensors depend on; None: no stage waits for a gradient, so nothing is deferred.
     """
 
     def __init__(self, anchor: torch.Tensor | None) -> None:
@@ -121,7 +122,7 @@ class SplitBackward:
 
     @property
     def kept(self) -> int:
-        """Number of bytes kept for deferred weight gradients."""
+        """Number of bytes of the factors that are kept for deferred weight gradients."""
         pairs = [(product.left, product.gradient) for group in self._groups for product in group.came]
         return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
@@ -137,7 +138,7 @@ class SplitBackward:
         self._hides = graph.refuses  # recomputed parts have their own graph, with their own leaves
 
     def overtakes(self, earlier: SplitBackward) -> bool:
-        """Whether this backward may compute gradients that an earlier one has deferred; call after `read`."""
+        """Return whether this backward may compute gradients that an earlier one has deferred; call after `read`."""
         return self._hides or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
@@ -153,7 +154,7 @@ class SplitBackward:
 
 
 class _Graph:
-    """Graph of a micro-batch below its roots; nodes that lead to `anchor` are never deferred."""
+    """Autograd graph of a micro-batch, from its roots to the leaves; nodes that lead to `anchor` are never deferred."""
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
         self._nexts: dict[Node, Any] = {}  # edges of each node: (node or None, number)
@@ -174,7 +175,7 @@ class _Graph:
         self._keep(roots)
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
-        """Visit all nodes below a root, children first; fast, because every micro-batch needs it."""
+        """Visit all nodes below a root, children first; this runs for every micro-batch, so it has to be fast."""
         nexts, known, open_ = self._nexts, self._found, [root]
         while open_:
             node = open_[-1]
@@ -219,7 +220,7 @@ class _Graph:
     def _keep(self, nodes: list[Node]) -> None:
         """Add nodes and their descendants to the immediate backward, but not right factors of deferred products.
 
-        A product whose right factor the immediate backward reaches cannot be deferred and is added too (`_meet`).
+        If the immediate backward reaches a right factor, its product cannot be deferred and is added too (`_meet`).
         """
         now, nexts, known, edges = self.now, self._nexts, self._found, self._edges
         open_ = list(nodes)
@@ -237,7 +238,7 @@ class _Graph:
                 open_ += self._meet(node)
 
     def _meet(self, node: Node) -> list[Node]:
-        """Return further products that the immediate backward must include, because it reaches this node's sum."""
+        """Return right factors at or above a node of the immediate backward, so their products cannot be deferred."""
         reaches, taken, open_ = self._reaches, list[Node](), [node]
         while open_:
             node = open_.pop()
@@ -276,7 +277,7 @@ class _Graph:
         return groups
 
     def _together(self) -> list[tuple[list[Node], set[Node]]]:
-        """Group the deferrable products with common nodes below their edges; returns (products, nodes below)."""
+        """Group the deferrable products with common nodes below their edges; return (products, nodes below)."""
         owner, joined = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
         for node, edge in self._edges.items():
             if node not in self.now:
@@ -295,7 +296,7 @@ class _Graph:
         return [group for group in joined if group[0]]
 
     def _reorders(self, nodes: list[Node], below: set[Node]) -> bool:
-        """Whether deferring would change the order of gradient sums between the products."""
+        """Return whether deferring would change the order of gradient sums between the products."""
         direct = Counter(self._edges[node].node for node in nodes)
         between = {node: sum(above in below for above in self._above.get(node, ())) for node in direct}
         return any(between[node] and count + between[node] > 2 for node, count in direct.items())

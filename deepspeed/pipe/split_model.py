@@ -2,7 +2,7 @@
 
 One forward of the full model on a small input gives the order of its modules. Then the parts run one after the other,
 each with placeholders for all modules of other parts, and must reproduce the outputs of the full model, bit by bit. A
-stage keeps the modules that its parts run; parameters on several stages are placed as `PARTIAL`.
+stage keeps the modules that its parts run; gradients of parameters on several stages are summed over these stages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ModelSplit:
         before: names of modules that run before the blocks.
         after: names of modules that run after the blocks.
         needed: modules of `before` that every part runs itself, because all parts need their values.
-        strays: parameters of modules around the list; every part has them.
-        costs: costs of the parts, in any unit.
+        strays: names of parameters that belong to none of these modules or blocks; every part has them.
+        costs: costs of the parts, relative to their mean.
     """
 
     container: str
@@ -73,14 +73,18 @@ class ModelSplit:
         return names | (set(self.after) if part == self.parts - 1 else set())
 
     def words(self, part: int) -> str:
-        """Describe a part: "transformer.h 2-3"."""
+        """Describe a part by its blocks, such as "transformer.h 2-3"."""
         blocks = self.blocks(part)
         return f"{self.container} {blocks[0]}" + (f"-{blocks[-1]}" if len(blocks) > 1 else "")
 
     # -- checked by running the model -----------------------------------------------------------------------------
 
     def trace(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Run the whole model, record the modules that run before and after the blocks, and return the outputs."""
+        """Run the whole model, set `before`, `after` and `strays`, and return the outputs.
+
+        Raises:
+            PipelineError: blocks do not run once and in order, run without autograd, or another module runs between.
+        """
         container = model.get_submodule(self.container)
         around, count = dict(_around(model, self.container)), len(list(container.children()))
         calls: list[tuple[str, bool]] = []
@@ -172,7 +176,7 @@ class ModelSplit:
         return modules
 
     def place_shared(self, model: nn.Module, modules: list[set[str]]) -> None:
-        """Place the parameters of several stages: each of these stages has a partial gradient."""
+        """Mark parameters that several stages have: each of these stages has a partial gradient."""
         stages_of: dict[int, set[int]] = {}
         params = dict(model.named_parameters())
         for stage, names in enumerate(modules):
@@ -187,7 +191,14 @@ class ModelSplit:
 
 
 class View:
-    """One part of an unedited model: the root, with placeholders for modules that the part does not run."""
+    """Part of an unedited model: its root module, with placeholders for modules that the part does not run.
+
+    Args:
+        model: the root module.
+        layout: split of the model.
+        part: index of the part.
+        stand_ins: placeholders for modules outside of the blocks, by name.
+    """
 
     def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
@@ -212,6 +223,9 @@ class View:
         """Compute the output of the part's last block (last part: of the root) from that of the previous part.
 
         The batch has the arguments of the root's forward: a dict, a sequence, or a single one.
+
+        Raises:
+            PipelineError: forward ended before the part's last block ran.
         """
         kwargs = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
@@ -237,13 +251,13 @@ class View:
         return outputs
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Set the output dtype of the placeholders."""
+        """Set the output dtype of the placeholders to that of the model, unless it is fp32."""
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, Elsewhere) and dtype != torch.float32:
                 stand_in.dtype_here = dtype
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the model's loss: a tensor, the first of a tuple, or the entry "loss"; other scalars become `metrics`.
+        """Return the loss in the model's outputs: a tensor, the first of a tuple, or "loss". Other scalars: `metrics`.
 
         Raises:
             PipelineError: the model returns no loss.
@@ -267,18 +281,18 @@ class View:
 
 
 def slot_of(model: nn.Module, name: str) -> Slot:
-    """Return the parent of a module, and the module's key in it."""
+    """Return the parent of a module, and the module's name in the parent."""
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
 
 
 def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Create placeholders for modules outside of the blocks."""
+    """Create a placeholder that returns NaN for each of the named modules, by name."""
     return {name: Elsewhere(without_values(model.get_submodule(name)), name) for name in names}
 
 
 def keep_stage(model: nn.Module, layout: ModelSplit, stages: int, stage: int) -> list[View]:
-    """Reduce a whole model to one stage, in place, and return the stage's parts by chunk.
+    """Reduce a model, split by `layout`, to one of `stages` stages, in place; return the stage's parts by chunk.
 
     Remaining modules keep their names; parameters stay the same objects.
     """
@@ -309,11 +323,15 @@ def find_layout(
     Args:
         model: the whole model.
         stages: number of stages.
-        inputs: arguments of its forward.
+        inputs: arguments of its forward, a small example.
         method: "best": balance operations, including modules outside of the blocks (parameters, if the operations of a
             block are unknown); "parameters": balance the blocks' parameters; "uniform": equal numbers of blocks.
         chunks: chunks per stage.
-        meter: measure instead of operations, such as `deepspeed.pipe.partition_cost.seconds`; the same on all ranks.
+        meter: called with (model, blocks); returns costs before, in each, and after the blocks, equal on all ranks.
+            None: `deepspeed.pipe.partition_cost.operations`.
+
+    Returns:
+        The split; the model is not changed.
 
     Raises:
         PipelineError: the model cannot be split; the message has the reason.
@@ -343,7 +361,7 @@ def find_layout(
 
 
 def _block_list(model: nn.Module, parts: int) -> str:
-    """Return the outermost list of blocks with the most parameters."""
+    """Return the name of the outermost list of at least `parts` blocks that has the most parameters."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -361,7 +379,7 @@ def _block_list(model: nn.Module, parts: int) -> str:
 
 
 def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return the outermost modules with parameters that do not contain the list of blocks."""
+    """Yield the outermost modules with parameters that are neither the list of blocks nor contain it, by name."""
     path = [""]
     for part in container.split("."):
         path.append(f"{path[-1]}.{part}".lstrip("."))
@@ -374,7 +392,7 @@ def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]
 
 @contextlib.contextmanager
 def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -> Iterator[None]:
-    """Context without graphs that records each module's call, and whether its output would have had a graph."""
+    """Context in which the modules run without autograd; `events` gets (name, whether autograd was on) of each call."""
     modes: list[bool] = []
 
     def begins(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Process topology and pipeline grid, with upstream's names."""
+"""Process topology and pipeline grid, with the class names of upstream DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from deepspeed.errors import ArgumentError, NotAvailableError
 
 
 class ProcessTopology:
-    """Grid of ranks; ranks are numbered along the last axis first.
+    """Cartesian grid of ranks in row-major order: consecutive ranks differ in the last axis.
 
     Args:
         axes: names, outermost first.
         dims: number of ranks along each axis.
+
+    Raises:
+        ArgumentError: names and sizes do not match, a name occurs twice, or a size is below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -30,7 +33,7 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at a coordinate; every axis must be given."""
+        """Return the rank at a coordinate; ArgumentError if an axis is missing or there is no such coordinate."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ArgumentError(f"get_rank() needs {', '.join(self.axes)}; for some of them there is filter_match()")
         coord = self.ProcessCoord(**coord_kwargs)
@@ -41,7 +44,7 @@ class ProcessTopology:
         return self.mapping[coord]
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinate of a rank, with the axes as attributes."""
+        """Return the coordinate of a rank as a named tuple of the axes; ArgumentError if there is no such rank."""
         if not 0 <= rank < len(self._coords):
             raise ArgumentError(f"there is no rank {rank}: there are {len(self._coords)}")
         return self._coords[rank]
@@ -55,7 +58,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only along an axis."""
+        """Return the groups of ranks that differ only along an axis; [] for an unknown axis."""
         if axis not in self.axes:
             return []
         rows: dict[tuple[int, ...], list[int]] = {}
@@ -65,7 +68,7 @@ class ProcessTopology:
         return list(rows.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return the ranks with these coordinates."""
+        """Return the ranks with the given coordinates, such as `data=0`; axes that are not given may have any."""
         return [
             rank
             for rank, coord in enumerate(self._coords)
@@ -79,7 +82,10 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Describe a rank by its coordinates, such as "model_00"."""
+        """Describe a rank by its coordinates along axes other than `omit_axes`, such as "model_00".
+
+        `inner_sep` is between name and index, `outer_sep` between axes.
+        """
         coord = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omit_axes
@@ -93,14 +99,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Topology of stages, with data parallelism inside each stage."""
+    """Topology of `num_pp` pipeline stages, each with `num_dp` data-parallel ranks."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Topology of stages, with data parallelism and tensor parallelism inside each stage."""
+    """Topology of `num_pp` pipeline stages, each with `num_dp` replicas of `num_mp` tensor-parallel ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
@@ -112,15 +118,17 @@ _DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, li
 class PipelineParallelGrid:
     """Coordinates and process groups of this rank. All ranks must create the grid together.
 
-    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` correspond to a `Mesh`: "model" is stages and
-    slices together, "slice" is the tensor-parallel ranks.
+    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` are those of a `Mesh`: "slice" is tensor
+    parallelism, "model" is pipeline and tensor parallelism together.
 
     Args:
-        topology: with axes of "pipe", "data" and "model" in this order; None: that of the newest engine.
-        process_group: None, for all ranks.
+        topology: topology with the axes "pipe", "data" and "model", or some of them, in this order; None: that of the
+            newest engine.
+        process_group: must be None: a grid contains all ranks.
 
     Raises:
         ArgumentError: the topology has other axes.
+        NotAvailableError: `process_group` is given.
         MeshError: the topology's ranks are not those that were started.
     """
 
@@ -153,7 +161,7 @@ class PipelineParallelGrid:
         return self._mesh.coordinates["pp"]
 
     def get_data_parallel_id(self) -> int:
-        """Return the index of this rank's replica of its stage."""
+        """Return this rank's data-parallel index: its position among the ranks with the same stage and slice."""
         return self._mesh.axis(*DATA).rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:

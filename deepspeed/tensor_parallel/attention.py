@@ -26,7 +26,7 @@ def _columns(attention: Any) -> tuple[str, ...]:
 
 
 def attention_regions(modules: Mapping[str, nn.Module], used: Iterable[str]) -> list[ShardableRegion]:
-    """Return a region for each `nn.MultiheadAttention` with all of its matrices seen by the trace."""
+    """Return a region for each `nn.MultiheadAttention` with all of its matrices in `used`, the names from a trace."""
     seen = set(used)
     attentions = {name: m for name, m in modules.items() if name and isinstance(m, nn.MultiheadAttention)}
     regions = [
@@ -37,7 +37,7 @@ def attention_regions(modules: Mapping[str, nn.Module], used: Iterable[str]) -> 
 
 
 def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelDependencies | str:
-    """Divide the heads of an attention over ranks, or return the reason to keep it whole; names are the region's."""
+    """Divide the heads of an attention, the module of `region`, over ranks, or return the reason to keep it whole."""
     if type(attention).forward is not nn.MultiheadAttention.forward:
         return f"{type(attention).__name__} has a forward of its own over the matrices of nn.MultiheadAttention"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -63,7 +63,7 @@ class HeadParallel(nn.MultiheadAttention):
     """Attention with some of the heads; the outputs of the ranks are summed.
 
     Attributes:
-        slot: the ranks, and the name for messages.
+        slot: the ranks, and the layer's name for error messages.
         sizes: number of heads of each rank.
     """
 
@@ -81,7 +81,11 @@ class HeadParallel(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the output of the whole attention, equal on all ranks."""
+        """Compute the results of the dense `nn.MultiheadAttention`, with its arguments and shapes, equal on all ranks.
+
+        Raises:
+            RuntimeError: `is_causal` is set without `attn_mask`, as in torch.
+        """
         axis, name = self.slot.axis, self.slot.name
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -147,7 +151,7 @@ _classes: dict[type, type] = {nn.MultiheadAttention: HeadParallel}
 
 
 def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
-    """Reduce an attention to some of its heads, in place."""
+    """Reduce an attention to the heads of a rank, in place; `shares` comes from `share_heads`."""
     kind = type(attention)
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (HeadParallel, kind), {"__module__": __name__})

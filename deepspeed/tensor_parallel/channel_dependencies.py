@@ -1,8 +1,9 @@
-"""Dependency analysis: the channels of each weight that a rank needs, from traces of the module.
+"""Dependency analysis: the slices of each parameter that one rank's share of the channels depends on.
 
-The analysis assumes no layout. It runs a copy of the block's module with random values. The gradient of one rank's
-share of the channels is zero at the weights of other ranks, for any layout: query, key and value as three matrices,
-concatenated, or interleaved by head; gate and up concatenated or alternating; shared keys and values.
+The analysis runs a copy of the module with random parameters, sums one rank's share of the channels that the
+row-parallel layers read, and differentiates the sum. Elements with a zero gradient belong to other ranks. This works
+for any layout: query, key and value as three matrices, concatenated, or interleaved by head; gate and up concatenated
+or alternating; shared keys and values.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Segments = tuple[tuple[int, int], ...]
 
 @dataclass
 class TensorSharding:
-    """Sharding of one tensor of a region.
+    """Sharding of one tensor of a region (see `ShardableRegion`).
 
     Args:
-        name: parameter or buffer inside the block's module, or argument of its forward.
-        dim: the split dim; -1: the tensor stays whole.
-        segments: segments of that dim, by rank.
-        copied: ranks share parts of the tensor: it stays whole, and its gradients are partial sums.
+        name: name of a parameter or buffer relative to the split module, or of an argument of its forward.
+        dim: the split dim; -1: the tensor is replicated.
+        segments: (start, length) pairs in that dim, by rank.
+        copied: several ranks use the same elements: the tensor is replicated, and its gradients are partial sums.
     """
 
     name: str
@@ -48,14 +49,18 @@ class TensorSharding:
 
     @staticmethod
     def of(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
-        """Split along the first dim in which the ranks' masks are disjoint; `by_rank` has masks by rank and dim."""
+        """Split along the first dim with disjoint masks, else replicate; `by_rank[rank][dim]` is a boolean mask."""
         for dim, masks in enumerate(zip(*by_rank, strict=True)):
             if len(masks[0]) > 1 and disjoint(masks):
                 return TensorSharding(name, dim, [runs(mask) for mask in masks])
         return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
 
     def is_local(self, tensor: torch.Tensor, rank: int) -> bool:
-        """Whether an argument has only this rank's channels, as the output of another split unit."""
+        """Return whether an argument is already this rank's slice, as the output of another split module is.
+
+        Raises:
+            TensorParallelError: the dim is a multiple neither of all channels nor of this rank's channels.
+        """
         if tensor.shape[self.dim] == 1:  # the same for all channels, like most masks
             return True
         size, here = tensor.shape[self.dim], length_of(self.segments[rank])
@@ -65,7 +70,7 @@ class TensorSharding:
         return size % whole != 0
 
     def pick(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return this rank's part of a whole argument; the dim may be a multiple of the channels (folded batch)."""
+        """Return this rank's slice of a whole argument; a dim (batch x channels) is sliced for each batch entry."""
         if tensor.shape[self.dim] == 1:
             return tensor
         index = torch.cat([torch.arange(start, start + length) for start, length in self.segments[rank]])
@@ -77,15 +82,15 @@ class TensorSharding:
 
 @dataclass
 class ChannelDependencies:
-    """Sharding of one region.
+    """Sharding of one region (see `ShardableRegion`) over the ranks.
 
     Args:
-        region: region of the traced model, with names inside the block's module.
-        rows: inputs of the row-parallel matrices, by rank.
-        tensors: parameters and buffers, by name.
-        inputs: arguments of forward that have channels of the region, by name.
-        partial_inputs: arguments on which the channels of all ranks depend.
-        bytes: bytes on the largest rank, divided by those of the dense region.
+        region: the region, with names relative to the split module.
+        rows: segments of the channels that the row-parallel matrices read, by rank.
+        tensors: shardings of parameters and buffers, by name.
+        inputs: shardings of the arguments of forward that are split too, by name.
+        partial_inputs: arguments that all ranks read whole; their gradients are summed over the ranks.
+        bytes: size of the matrices on the largest rank, as a fraction of the dense region's.
     """
 
     region: ShardableRegion
@@ -121,14 +126,14 @@ class ModuleInputs:
 
     @staticmethod
     def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleInputs:
-        """Create an instance from the arguments of a call."""
+        """Bind the arguments of a call to the parameter names of the module's forward."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
         named = [names[index] if index < len(names) else f"*{index}" for index in range(len(args))]
         return ModuleInputs({**dict(zip(named, args, strict=True)), **kwargs}, named)
 
     def mapped(self, change: Any) -> ModuleInputs:
-        """Replace every tensor by `change(path, tensor)`; paths are "name" or "name.0"."""
+        """Copy with every tensor replaced by `change(path, tensor)`; paths are "name" or "name.0" (in lists)."""
 
         def walk(path: str, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -140,7 +145,7 @@ class ModuleInputs:
         return ModuleInputs({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
 
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the shapes of all tensors, by path."""
+        """Return (path, shape) of all tensors."""
         shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +156,7 @@ class ModuleInputs:
         return tuple(shapes)
 
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Return all numbers, flags and strings by path; for other objects, their class."""
+        """Return (path, value) of None, numbers, flags, strings and dtypes, and (path, class) of other objects."""
         constants: list[tuple[str, Any]] = []
 
         def walk(path: str, value: Any) -> None:
@@ -173,7 +178,7 @@ class ModuleInputs:
         return args, {name: value for name, value in self.arguments.items() if name not in self.positional}
 
     def apart(self) -> ModuleInputs:
-        """Copy objects that a module may modify, such as a cache."""
+        """Return the arguments with deep copies of objects that a module may modify (a cache), but not of tensors."""
         return ModuleInputs({name: self._copy(value) for name, value in self.arguments.items()}, self.positional)
 
     @classmethod
@@ -192,7 +197,7 @@ class ModuleInputs:
         return module(*args, **kwargs)
 
     def floating(self, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
-        """Copy with fp32 tensors; returns the copy, and its floating-point tensors by path."""
+        """Return a copy with detached fp32 tensors, and these by path; `grad`: they are leaves that require grad."""
         tensors: dict[str, torch.Tensor] = {}
 
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +210,7 @@ class ModuleInputs:
         return self.mapped(change), tensors
 
     def has_states_beyond(self, other: ModuleInputs) -> bool:
-        """Whether the call has a list of tensors in an argument that `other` lacks."""
+        """Return whether an argument that is missing or None in `other` contains tensors in a list or tuple."""
         there = {key for key, value in other.arguments.items() if value is not None}
         return any(
             type(value) in (list, tuple) and key not in there and next(iter(tensors_in(value)), None) is not None
@@ -224,7 +229,7 @@ def changing(change: Any) -> Any:
 
 
 def randomised(module: nn.Module, draw: int) -> nn.Module:
-    """Copy a module in fp32 and evaluation mode, with random parameters: zeros and ones would hide dependencies."""
+    """Copy a module in fp32 and evaluation mode, with random parameters (seed `draw`): zeros hide dependencies."""
     twin = copy.deepcopy(module).float().eval()
     generator = torch.Generator().manual_seed(1000 + draw)
     with torch.no_grad():
@@ -251,11 +256,12 @@ def same_draws() -> Iterator[None]:
 
 
 class _Reads:
-    """Hooks that capture the inputs of a region's row-parallel layers; gradients stop at the inputs of its columns.
+    """Hooks that record the inputs of a region's row-parallel layers and detach those of its column-parallel layers.
 
     Attributes:
-        tensors: captured inputs of the row-parallel layers.
-        inputs: floating-point inputs in the first call of the region's home module, which gets copies to modify.
+        tensors: recorded inputs of the row-parallel layers.
+        inputs: floating-point arguments of the first call of the region's home module, by path. The module receives
+            copies, since it may modify them.
     """
 
     def __init__(self, module: nn.Module, region: ShardableRegion) -> None:
@@ -302,7 +308,7 @@ def runs(mask: torch.Tensor) -> Segments:
 
 
 def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
-    """Return (start, length) of each rank's share of `size` channels, in whole units."""
+    """Return (start, length) of each rank's share of `size` channels, in multiples of `size // units`."""
     bounds, step = partition_uniform(units, ranks), size // units
     return [(low * step, (high - low) * step) for low, high in zip(bounds, bounds[1:], strict=False)]
 
@@ -310,9 +316,14 @@ def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
 def share_out(
     module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], units: Sequence[int], ranks: int
 ) -> ChannelDependencies | None:
-    """Find the sharding of a region with the least bytes on the largest rank; None if nothing can be split.
+    """Return the sharding of a region with the least bytes on the largest rank; None if nothing can be split.
 
-    `units` are candidate numbers of equal units in the channels, such as heads; the dense `module` is copied.
+    Args:
+        module: dense module of the region; not changed.
+        region: the region, with names relative to the module.
+        calls: recorded calls of the module.
+        units: candidate counts of equal groups of channels, such as the numbers of heads. Groups are not split.
+        ranks: number of ranks.
     """
     size, best = region.row_size(module), None
     for count in dict.fromkeys([*units, size]):
@@ -358,7 +369,7 @@ def _dependence(
 
 
 def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:
-    """Merge the masks of one draw into `masks`; returns whether a column-parallel tensor has new indices."""
+    """Merge the masks of one draw into `masks`; return whether a column-parallel tensor has new indices."""
     new = False
     for key, by_rank in drawn.items():
         if key not in masks:
@@ -375,7 +386,7 @@ def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], An
 def _masks(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, parts: list[tuple[int, int]], draw: int
 ) -> dict[tuple[str, bool], list[list[torch.Tensor]]]:
-    """Return the indices on which each rank's channels depend, as masks by (name, is argument), rank and dim."""
+    """Return masks of the indices that each rank's channels depend on, by (name, is an argument), rank and dim."""
     twin = randomised(module, draw)
     own, inputs = call.floating(grad=True)
     reads = _Reads(twin, region)
@@ -407,12 +418,12 @@ def index_masks(nonzero: torch.Tensor) -> list[torch.Tensor]:
 
 
 def covered(by_rank: list[list[torch.Tensor]]) -> bool:
-    """Whether the ranks together depend on every index of every dim."""
+    """Return whether the ranks together depend on every index of every dim."""
     return all(torch.stack(of_dim).any(0).all() for of_dim in zip(*by_rank, strict=True))
 
 
 def disjoint(masks: Sequence[torch.Tensor]) -> bool:
-    """Whether the masks partition the indices: each index is in exactly one mask, and no mask is empty."""
+    """Return whether the masks partition the indices: each index is in exactly one mask, and no mask is empty."""
     return bool((torch.stack(list(masks)).sum(0) == 1).all()) and all(mask.any() for mask in masks)
 
 

@@ -1,4 +1,4 @@
-"""Recorder of the arguments of a model's modules, in a forward on a small example input."""
+"""Recording of the arguments of a model's modules, in a forward on a small example input."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ PADDED = 3  # padding tokens at the end of the masked input
 def all_calls(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any]
 ) -> tuple[dict[str, list[ModuleInputs]], Any, str]:
-    """Return each module's calls (without and with padding), the model's output, and the error of the run with padding.
+    """Run a model on `inputs`, and record the first call of each named module without and with padding.
 
     Attention may take another path with padding, and some of its attributes, such as the repetition of key-value heads,
-    are read only there. A call with padding is kept if it differs in more than values. A model without a mask argument,
+    are read only there. A call with padding is kept if its shapes or constants differ. A model without a mask argument,
     or with a mask in `inputs`, runs once.
+
+    Returns:
+        The calls by module name, the model's output, and the error of the run with padding ("" if there was none).
     """
     names = list(names)
     first, output = calls_of(model, names, inputs)
@@ -49,7 +52,7 @@ def all_calls(
 
 
 def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, ModuleInputs], Any]:
-    """Return the first call of each module in a forward, in call order, and the model's output."""
+    """Run a model on `inputs`; return the first calls of the modules `names`, in call order, and the output."""
     calls: dict[str, ModuleInputs] = {}
 
     def note(name: str, call: ModuleInputs) -> None:
@@ -68,7 +71,7 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
 def _noted(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note: Callable[[str, ModuleInputs], None]
 ) -> Any:
-    """Run the model with `note` as hook for each call of the modules; returns the output."""
+    """Run the model, call `note(name, arguments)` before each call of the named modules, and return the output."""
     modules = dict(model.named_modules())
 
     def noting(name: str) -> Callable[..., None]:
@@ -83,9 +86,10 @@ def _noted(
 
 
 def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict[str, Any]) -> set[str]:
-    """Return the modules that receive recurrent state from the model in generation: lists of tensors of any size.
+    """Return the names of the modules that receive recurrent state (lists of tensors) as arguments in generation.
 
-    If one module of a class receives state, all modules of the class are included. `calls` are in order, without cache.
+    If one module of a class receives state, all modules of the class are included. `calls` are the recorded calls of a
+    forward without cache, in call order.
     """
     caching = caches_at_all(model, inputs)
     if not calls or not (caching != inputs or caching_configs(model)):

@@ -1,4 +1,4 @@
-"""Public functions that split a model before `initialize`, or single layers."""
+"""Public functions that split a model before `initialize`, or a single layer."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ def tp_model_init(
 
     Args:
         model: the same on all ranks; changed in place.
-        tp_size: number of neighbouring ranks over which matrices are split.
-        dtype: has no effect: the engine's configuration sets the precision.
-        config: has no effect: the configuration of `initialize` is used.
-        tp_group: process group of these ranks, or None.
-        example: arguments of forward, if they cannot be generated.
-        verify: same as the key `tensor_parallel.verify`.
+        tp_size: number of consecutive ranks over which matrices are split.
+        dtype: no effect; the engine's configuration sets the precision.
+        config: no effect; the configuration of `initialize` is used.
+        tp_group: process group of these ranks, which is compared with the mesh; None: not compared.
+        example: arguments of forward: a dict, a tensor or a tuple; None: generated for a model of Transformers.
+        verify: "units" compares each split module with its dense form, "model" also compares the model's output,
+            "off" compares nothing.
 
     Returns:
         The model.
 
     Raises:
         ArgumentError: the model is already split.
-        MeshError: `tp_group` does not match the ranks of the mesh.
-        TensorParallelError: the model cannot be split.
+        MeshError: `tp_group` does not match the ranks of the mesh, or the ranks have different models.
+        TensorParallelError: the model cannot be split, or a split module computes other results.
     """
     if not is_initialized():
         comm_init.init_distributed()
@@ -69,7 +70,7 @@ def tp_model_init(
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Do nothing: a split model trains and generates with the same layers."""
+    """Do nothing: a split model trains and generates with the same layers. Warns once if `training` is False."""
     if not training:
         warn_once("set_autotp_mode has no effect: split layers train and generate in the same way")
 
@@ -78,12 +79,15 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
     """Turn a linear layer into a column-parallel one, in place.
 
     Args:
-        module: the whole layer: a linear layer, or GPT-2's `Conv1D`.
+        module: the dense layer: `nn.Linear`, or `Conv1D` of Transformers.
         mp_group: process group of the ranks; None: all ranks.
-        name: name for messages.
+        name: name of the layer in error messages.
+
+    Returns:
+        The same module, which computes this rank's outputs.
 
     Raises:
-        ArgumentError: the module is no linear layer, or has fewer outputs than ranks.
+        ArgumentError: the module is not a linear layer, or has fewer outputs than ranks.
     """
     axis, layer = _axis_for(module, mp_group)
     size = layer.weight.shape[1 if is_transposed(module) else 0]
@@ -92,7 +96,10 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
 
 
 def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """Turn a linear layer into a row-parallel one, in place; its outputs are all-reduced. See `LinearLayer`."""
+    """Turn a linear layer into a row-parallel one, in place; its outputs are all-reduced.
+
+    Arguments and errors are those of `LinearLayer`. Returns the same module, which reads this rank's inputs.
+    """
     axis, layer = _axis_for(module, mp_group)
     size = layer.weight.shape[0 if is_transposed(module) else 1]
     become_row(module, SliceLocation(axis, name), even_segments(size, axis, name))
@@ -100,7 +107,7 @@ def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear
 
 
 def _axis_for(module: nn.Module, group: Any) -> tuple[Axis, Any]:
-    """Return the axis of a group, and the layer; raise if the layer is not linear."""
+    """Return the axis of a group (None: all ranks), and the layer; raise ArgumentError if the layer is not linear."""
     axis = world_axis() if group is None else group_axis("tp", group)
     if not is_linear(module):
         raise ArgumentError(f"a {type(module).__name__} is not a linear layer that can be split")

@@ -1,8 +1,8 @@
-"""Layers with a slice of a matrix; the other slices are on the other ranks of the axis.
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv:1909.08053).
 
-A column-parallel layer has some of the outputs and reads the whole input. A row-parallel layer reads some of the inputs
-and all-reduces its outputs before adding its bias. Between the two, channels are split over the ranks. Existing layers
-are sliced in place: module and parameters stay the same objects.
+A column-parallel layer computes a slice of the outputs from the whole input. A row-parallel layer reads a slice of the
+inputs and all-reduces its outputs before adding its bias. Between the two, channels are split over the ranks. Existing
+layers are sliced in place: module and parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.zero.layout.placement import Cut, Placement, Relation, place, pla
 
 
 class SliceLocation:
-    """Ranks of one sliced layer, and its name for messages; deep copies of a layer share the location."""
+    """Ranks of one sliced layer (`axis`), and its name in error messages; deep copies of a layer share the object."""
 
     def __init__(self, axis: Axis, name: str = "") -> None:
         self.axis, self.name = axis, name
@@ -35,14 +35,14 @@ class SliceLocation:
 
 
 def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Concatenate segments (start, length) of a dim in new memory."""
+    """Return a copy of the segments (start, length) of a dim, concatenated."""
     return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)
 
 
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]], ep: int = 1) -> None:
-    """Reduce a parameter or buffer to some segments of one dim, in place, and record its placement.
+    """Reduce a parameter or buffer to (start, length) segments of one dim, in place, and record its placement.
 
-    `ep` is the number of ranks among which experts are divided, if the segments are experts rather than tp slices.
+    `ep` is the number of expert-parallel ranks, if the segments are experts; 1: the segments are slices of tp.
     """
     size, whole = tensor.shape[dim], tensor.data
     shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
@@ -65,7 +65,7 @@ def mark_partial(tensor: torch.Tensor) -> None:
 
 
 def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
-    """Return this rank's share of a dim, as even as possible; ArgumentError if there are fewer elements than ranks."""
+    """Return this rank's even share of `size` elements as ((start, length),); ArgumentError if fewer than ranks."""
     if size < axis.size:
         raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
     low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]
@@ -73,7 +73,7 @@ def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ..
 
 
 def even_sizes(size: int, ranks: int) -> list[int]:
-    """Return the number of channels of each rank, as even as possible."""
+    """Return the number of elements of each rank if `size` elements are divided as evenly as possible."""
     bounds = partition_uniform(size, ranks)
     return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
 
@@ -91,12 +91,12 @@ class _Sliced(nn.Module):
 
 
 class ColumnParallel(_Sliced):
-    """Linear layer with some of the outputs.
+    """Linear layer with a slice of the outputs.
 
     Attributes:
-        enters: whether the input gradient is summed here; False if an earlier layer of the same region does so.
-        rows: outputs of this rank if the weights are whole on all ranks; None: the weights are a slice.
-        sizes: outputs of each rank, to gather them; None: outputs stay split.
+        enters: whether backward all-reduces the input gradient; False if an earlier layer of the same region does so.
+        rows: indices of this rank's outputs if the weights are replicated; None: the weights are a slice.
+        sizes: numbers of outputs by rank, to all-gather the outputs; None: outputs stay split.
     """
 
     enters = True
@@ -104,7 +104,7 @@ class ColumnParallel(_Sliced):
     sizes: Sequence[int] | None = None
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (…, in) to (…, outputs of this rank)."""
+        """Map (…, in) to (…, outputs of this rank), or to (…, all outputs) if `sizes` is set."""
         if self.enters:
             input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
         weight, bias = self._matrix(), self.bias
@@ -118,7 +118,7 @@ class ColumnParallel(_Sliced):
 
 
 class RowParallel(_Sliced):
-    """Linear layer with some of the inputs."""
+    """Linear layer with a slice of the inputs; the outputs are all-reduced."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map (…, inputs of this rank) to (…, out), equal on all ranks."""
@@ -134,9 +134,9 @@ class ColumnParallelLinear(ColumnParallel, nn.Linear):
         out_features: outputs of the whole layer, divided as evenly as possible.
         bias: whether the layer has a bias.
         axis: the ranks of the layer.
-        gather_output: whether every rank returns all outputs.
-        name: name for messages.
-        device, dtype: of the parameters.
+        gather_output: whether every rank returns all outputs (all-gather), or only its slice.
+        name: name of the layer in error messages.
+        device, dtype: device and dtype of the parameters; None: torch's defaults.
 
     Initial values are drawn for the whole layer, so ranks with equal seeds have slices of the same matrix.
 
@@ -162,7 +162,11 @@ class ColumnParallelLinear(ColumnParallel, nn.Linear):
 
 
 class RowParallelLinear(RowParallel, nn.Linear):
-    """Row-parallel linear layer; see `ColumnParallelLinear`."""
+    """Row-parallel linear layer; `in_features` are divided over the ranks of `axis`, see `ColumnParallelLinear`.
+
+    Raises:
+        ArgumentError: there are fewer inputs than ranks.
+    """
 
     def __init__(
         self,
@@ -183,12 +187,12 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer stores (in, out), like `Conv1D` of Transformers."""
+    """Return whether the weight of a linear layer is (in, out), as in `Conv1D` of Transformers."""
     return hasattr(module, "nf") and not hasattr(module, "out_features")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that can be sliced."""
+    """Return whether a module is a linear layer that can be sliced: not quantised, with the forward of `nn.Linear`."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point() or hasattr(weight, "quant_state"):
         return False
@@ -204,7 +208,7 @@ _FORWARDS = (nn.Linear.forward, ColumnParallel.forward, RowParallel.forward)
 
 
 def _turn(module: nn.Module, slot: SliceLocation, slice_class: type) -> Any:
-    """Change the class of a layer to a sliced subclass of its own class."""
+    """Change the class of a layer to a subclass that is also a `slice_class`, and return the layer."""
     layer: Any = module
     kind: type = type(module)
     if not isinstance(module, slice_class):
@@ -230,11 +234,11 @@ def become_column(
     """Reduce a linear layer to some of its outputs, in place.
 
     Args:
-        module: dense, with the values of the whole layer.
-        slot: the ranks and the name.
+        module: the dense layer.
+        slot: the ranks, and the layer's name.
         segments: (start, length) of the outputs of this rank, in order.
-        copied: other ranks use some of these outputs too: weights stay whole, with partial gradients.
-        weight_is_cut: the weight is shared with another layer, which was sliced in the same way before.
+        copied: other ranks use some of these outputs too: weights are replicated, with partial gradients.
+        weight_is_cut: the weight is tied to that of another layer, which has been sliced in the same way already.
     """
     layer = _turn(module, slot, ColumnParallel)
     dim, here = 1 if layer.transposed else 0, sum(length for _, length in segments)
@@ -254,7 +258,7 @@ def become_column(
 
 
 def become_row(module: nn.Module, slot: SliceLocation, segments: Sequence[tuple[int, int]]) -> None:
-    """Reduce a linear layer to some of its inputs, in place; see `become_column`."""
+    """Reduce a linear layer to some of its inputs, in place; `segments` are this rank's inputs, see `become_column`."""
     layer = _turn(module, slot, RowParallel)
     cut_tensor(layer.weight, 0 if layer.transposed else 1, segments)
     setattr(layer, "nx" if layer.transposed else "in_features", sum(length for _, length in segments))

@@ -1,7 +1,8 @@
-"""Adjustment of integer attributes that a forward reads, such as its number of heads, to one rank.
+"""Reduction of integer attributes of modules, such as `num_heads`, to the numbers of one rank.
 
-A forward may reshape by `self.num_heads` or split at `self.split_size`. A trace records such reads. A search by trial
-finds the attributes to reduce: a rank's copy must pass the dense module's values to its row-parallel layers.
+A forward may reshape by `self.num_heads` or split at `self.split_size`, and these numbers must fit the sliced weights.
+The integers that a forward reads are recorded. Reduced values are tried until the sliced module passes this rank's
+slice of the dense activations to its row-parallel layers.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ Numbers = dict[tuple[str, str], int]  # by (module, attribute); "config.…" for
 
 
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
-    """Slice the layers of a region for a rank, in place; `slot_of` maps a layer's name to its location."""
+    """Slice the layers and tensors of a region for a rank, in place.
+
+    Args:
+        module: dense module of the region.
+        shares: sharding of the region.
+        rank: position of the rank, from 0.
+        slot_of: function from the name of a layer to its `SliceLocation`.
+    """
     modules, region = dict(module.named_modules()), shares.region
     params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     columns = {owner(name): shares.tensors.get(name) for name in region.columns}
@@ -64,7 +72,7 @@ def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_o
 
 
 def set_numbers(module: nn.Module, numbers: Numbers) -> None:
-    """Set integer attributes of modules inside `module`."""
+    """Set integer attributes of modules inside `module`; configs are copied first, as other modules may share them."""
     modules = dict(module.named_modules())
     for (name, attribute), value in numbers.items():
         target: Any = modules[name]
@@ -77,7 +85,17 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """Search attribute values with which a rank's copy computes its share of the channels; or return a reason."""
+    """Search for integer attributes with which a rank's slice computes its channels of the dense module.
+
+    Args:
+        module: dense module of the region; not changed.
+        shares: sharding of the region.
+        calls: recorded calls of the module.
+        rank: position of the rank, from 0.
+
+    Returns:
+        Values by (module name, attribute), only of reduced attributes; or the reason why none were found.
+    """
     dense = randomised(module, 0)
     exact = [call.floating()[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:
@@ -111,7 +129,7 @@ def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleIn
 
 
 def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
-    """Try to set an attribute, on a copy; returns whether this works."""
+    """Set an attribute of `module`, which should be a copy, and return whether this works."""
     try:
         set_numbers(module, {key: value})
     except (AttributeError, ValueError):  # a property
@@ -137,7 +155,7 @@ def _read(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs) ->
 
 @contextlib.contextmanager
 def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
-    """Context that records the integers that a region's modules read from themselves and from their config."""
+    """Context that records integers above 1 that the modules inside `home` read from themselves and their configs."""
     numbers: Numbers = {}
     swapped: list[tuple[Any, type]] = []
 
@@ -172,7 +190,7 @@ def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
 def _options(
     numbers: Numbers, shares: ChannelDependencies, module: nn.Module, rank: int
 ) -> list[tuple[tuple[str, str], list[int]]]:
-    """Return the attributes that may shrink, with their candidate values."""
+    """Return the attributes that a rank may have to reduce, with their candidate values."""
     row = Fraction(length_of(shares.rows[rank]), shares.region.row_size(module))
     sizes = {name: param.shape for name, param in module.named_parameters()}
     columns = [
@@ -191,7 +209,7 @@ def _options(
 
 
 def combinations(options: list[tuple[tuple[str, str], list[int]]]) -> Iterator[Numbers]:
-    """Yield all choices of values, those with the fewest changes first."""
+    """Yield all choices of values for all subsets of the attributes, the smallest subsets first."""
     for count in range(len(options) + 1):
         for some in itertools.combinations(options, count):
             for values in itertools.product(*(smaller for _, smaller in some)):

@@ -53,7 +53,7 @@ class PackedParallel(nn.Module):
 
 @contextlib.contextmanager
 def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[None]:
-    """Context in which parameters that are added to the output are divided by the number of ranks that sum it."""
+    """Context in which the parameters `names`, which are added to the output, are divided by `ranks`, which sum it."""
     try:
         for name in names:  # set beside the module's own parameters, to keep their order
             object.__setattr__(module, name, module.get_parameter(name) / ranks)
@@ -67,7 +67,7 @@ _classes: dict[type, type] = {}
 
 
 def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
-    """Reduce a module of experts to some of the channels of each expert, in place."""
+    """Reduce a module of experts to a rank's channels of each expert, in place; `shares` comes from `share_packed`."""
     experts: Any = module
     kind = type(module)
     if not issubclass(kind, PackedParallel):
@@ -85,7 +85,7 @@ def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slo
 def share_packed(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, ranks: int
 ) -> ChannelDependencies | str:
-    """Divide the channels of packed experts over ranks, or return the reason why they stay whole; `module` is dense."""
+    """Divide the channels of packed experts (a dense module and its recorded call) over ranks, or return a reason."""
     if len(region.rows) != 1 or region.inner:
         return "its packed matrices feed each other in more than one step"
     row = region.rows[0]
@@ -127,16 +127,18 @@ def share_packed(
 def _masks(
     module: nn.Module, call: ModuleInputs, row: str, dim: int, part: tuple[int, int], draw: int
 ) -> dict[str, list[torch.Tensor]]:
-    """Return which indices of the other parameters reach the output through some channels of the output matrices.
+    """Return the indices of the other parameters that reach the output through some channels of the output matrices.
 
     Args:
-        row: name of the output matrices.
-        dim: of their channels.
+        module: dense module of the experts; not changed.
+        call: recorded call of the module.
+        row: name of the parameter with the output matrices.
+        dim: dim of the channels in it.
         part: (start, length) of the channels.
         draw: seed of the random weights.
 
     Returns:
-        By parameter name, one boolean mask for each dim.
+        One boolean mask for each dim, by parameter name.
     """
     twin = randomised(module, draw)
     params = dict(twin.named_parameters())
@@ -154,7 +156,7 @@ def _masks(
 
 
 def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs, rank: int) -> Numbers | str:
-    """Search attribute values (see `fit`) with which the ranks' outputs add up to the dense one; equal on all ranks."""
+    """Return attribute values (see `fit`) with which the ranks' outputs add up to the dense output, or a reason."""
     dense, (own, _) = randomised(module, 0), call.floating()
     with torch.no_grad(), same_draws(), spied(dense, "") as numbers:
         wanted = own.run(dense)

@@ -1,4 +1,8 @@
-"""Split of a dense model over the ranks of `tp`: make a plan, split unit by unit, compare each with its dense form."""
+"""Tensor-parallel split of a dense model.
+
+A plan is made, its units (modules with matrices to split) are split one after the other, and each is compared with its
+dense form.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,10 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Call `look(model, args, kwargs)`, which may raise, before each call of a method, on this model and its copies.
+    """Wrap the method `name` of a model: `look(model, args, kwargs)` runs before each call, and may raise.
 
-    The method may be defined by the class, as an attribute of the model, or by a module that the model wraps.
+    Copies of the model are guarded too. The method may be defined by the class, as an attribute of the model, or by a
+    module that the model wraps.
     """
     if not hasattr(model, name):
         return
@@ -62,7 +67,10 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
-    """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state."""
+    """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state.
+
+    Its calls then raise DataError if arguments differ, and NotAvailableError for `max_time`.
+    """
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)
@@ -97,12 +105,12 @@ def plan_of(model: nn.Module) -> TensorParallelPlan | None:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether the model is already split."""
+    """Return whether the model is already split."""
     return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
 
 
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
-    """Call `cut_model` over the ranks of `tp`; an error is raised on all ranks. All ranks of the mesh call together."""
+    """Call `cut_model` on a mesh's axis `tp`; errors are raised on all ranks. All ranks of the mesh call together."""
     everyone = mesh.axis(*DIMS)
     # tp groups meet in each unit's gather, and would wait for a group that has ended.
     born = any(map(is_managed, model.parameters()))
@@ -111,7 +119,7 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan
 
 
 def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
-    """Return the result of an action, or raise if it raised on any rank of `everyone`. None: only this rank."""
+    """Run an action and return its result; raise if it raised on any rank of `everyone` (None: on this rank)."""
     if everyone is None:
         return action()
     return raise_together(
@@ -138,19 +146,24 @@ def cut_model(
     Args:
         model: the same on all ranks; values are broadcast from the first rank. Parameters stay the same objects.
         axis: the ranks over which the matrices are split.
-        example: arguments of its forward; None: generated for a model of Transformers.
+        example: arguments of its forward, see `example_inputs`; None: generated for a model of Transformers.
         check: "units" compares each unit with its dense form, forward and backward; "model" also compares the model's
             output; "off" compares nothing.
-        specs: rules for single matrices.
+        specs: rules for single matrices; None: no rules.
         vocabulary: also split the embedding and the output projection of a causal LM.
-        settle: called with each unit after its split, while its parameters are plain tensors.
-        plan_file: file of `write_plan`, read by each rank, instead of a search.
+        settle: called with the module of each unit after its split, while its parameters are plain tensors; None:
+            nothing is called.
+        plan_file: file of `write_plan`, read by each rank; None: the plan comes from a search.
         in_step: ranks of all tp groups, which then stop together on an error; None: tp groups do not synchronise.
+
+    Returns:
+        The plan that was carried out.
 
     Raises:
         MeshError: the ranks have different models.
         TensorParallelError: the ranks' plan files differ, no matrix can be split, a rule is violated, or slices do not
             compute the results of the dense model.
+        NotAvailableError: `vocabulary` is set, and the model's loss cannot be computed from split logits.
     """
     same_file(axis, plan_file)
     _same_model(model, axis)
@@ -225,7 +238,7 @@ def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParall
 
 
 def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> TensorParallelPlan:
-    """Reduce a plan to the regions that fit on every rank; other regions stay whole on all ranks."""
+    """Reduce a plan to the regions that every rank can split; raise TensorParallelError if a rank has no plan."""
     own: Any = plan
     if isinstance(plan, TensorParallelPlan):
         regions = {unit.key(fitted): fitted.digest() for unit in plan.units for fitted in unit.regions}
@@ -278,7 +291,7 @@ def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit
 def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
-    """Split some units (modules with regions), and compare each with its dense form."""
+    """Split some units (modules with regions), and, if `check`, compare each with its dense form."""
     unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
@@ -308,7 +321,7 @@ def _cut_units(
 
 
 def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.UnitResult]]:
-    """Compute the dense results of units. Each rank runs some of them and sends the results; all run a single unit."""
+    """Compute the dense results of units: each rank runs some and sends the results. All ranks run a single unit."""
     dealt, running = list(units.items()), ""
     bounds = partition_uniform(len(dealt), axis.size)
     own_units = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
@@ -338,7 +351,7 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
 def _cut_and_run(
     module: nn.Module, unit: Unit, dense: list[verify.UnitResult], axis: Axis
 ) -> tuple[str, list[verify.UnitResult]]:
-    """Split a unit and run it; returns the differences and the results."""
+    """Split a unit and run it; return the differences from the dense results, and the results."""
     _become_slices(module, unit, axis)
     cut = verify.run(module, unit)
     return verify.differences(unit, dense, cut, module, axis), cut
@@ -362,7 +375,7 @@ def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
 
 @torch.no_grad()
 def _hidden(module: nn.Module) -> dict[str, float]:
-    """Perturb parameters with constant values, which would hide errors; returns the original values by name."""
+    """Add noise to parameters with equal elements, which would hide errors; return the original values by name."""
     constants = {}
     for index, (name, param) in enumerate(module.named_parameters()):
         if not param.is_floating_point() or param.numel() < 2 or param.flatten()[0] != param.flatten()[-1]:
@@ -375,7 +388,7 @@ def _hidden(module: nn.Module) -> dict[str, float]:
 
 
 def _inputs_hook(shares: ChannelDependencies, axis: Axis) -> Callable[..., Any]:
-    """Create a forward pre-hook that slices a region's arguments, and sums gradients of those that all ranks share."""
+    """Create a forward pre-hook that slices a region's arguments and sums the gradients of arguments over the ranks."""
 
     def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
         share = shares.inputs.get(path)

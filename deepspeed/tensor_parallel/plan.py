@@ -1,9 +1,9 @@
 """Tensor-parallel plan: the split of each matrix, or the reason why it stays whole.
 
-A plan that the model declares (`tp_plan`) is only compared. Most classes declare none, and others leave experts, fused
-layouts and uneven heads to layers of Transformers. The table of the plan shows differences.
-
-The layout always comes from the search: `row` and `column` in the JSON are assertions about the plan.
+The split always comes from a search. Entries `row` and `column` of `partition_config` in the JSON are assertions about
+its result. A plan that the model declares (`tp_plan` of Transformers) is not used, because most classes declare none,
+and others leave experts, fused layouts and uneven heads to layers of Transformers. The table of the plan shows where
+the declared plan differs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STYLES = {
 
 
 def declared_cuts(model: Any, matrices: Iterable[str]) -> dict[str, str]:
-    """Return the split of each matrix ("row" or "column") in the model's own `tp_plan`; empty without one."""
+    """Return the split ("row" or "column") of the named matrices in the model's own `tp_plan`; empty without one."""
     rules = getattr(model, "tp_plan", None)
     styles: dict[str, str] = {}
     known = [
@@ -78,18 +78,18 @@ SKIP = "skip"
 
 @dataclass(frozen=True)
 class Spec:
-    """Regular expressions, searched in parameter names, with their rule: "row", "column" or "skip"."""
+    """Rule `how` ("row", "column" or "skip") for all parameters with a name that contains one of the patterns."""
 
     patterns: tuple[re.Pattern[str], ...]
     how: str
 
 
 class Specs:
-    """Entries of `partition_config`; the first match applies.
+    """Rules of `tensor_parallel.partition_config`; the first rule that matches a parameter name applies.
 
     Args:
-        entries: in the order of the JSON.
-        others: whether matrices without an entry are split too.
+        entries: the rules, in the order of the JSON.
+        others: whether matrices without a rule are split too.
     """
 
     def __init__(self, entries: Sequence[Spec] = (), others: bool = True) -> None:
@@ -117,7 +117,16 @@ class Specs:
         return cut
 
     def check(self, cut: Mapping[str, str], whole: Mapping[str, str], matrices: Sequence[str]) -> None:
-        """Raise TensorParallelError if an entry contradicts the plan (`cut` and `whole`)."""
+        """Compare the rules with a plan, and log patterns without a match.
+
+        Args:
+            cut: "row" or "column" by name of each split matrix.
+            whole: reasons by name of the other matrices.
+            matrices: names of all matrices.
+
+        Raises:
+            TensorParallelError: a rule asks for another split than the plan's.
+        """
         for name in matrices:
             wanted, planned = self._of(name), cut.get(name, "")
             if wanted in ("", SKIP, planned):
@@ -141,7 +150,7 @@ _OTHER = {
 
 @dataclass
 class Fitted:
-    """Sharding of a region, and the attribute values of this rank."""
+    """Sharding of a region, and the integer attributes to set on this rank (`module_attributes`)."""
 
     shares: ChannelDependencies
     numbers: Numbers
@@ -170,8 +179,8 @@ class Unit:
 
     Args:
         name: name of the module.
-        regions: with names inside the module.
-        calls: calls on the small input: without padding, and with padding if the tensors differ.
+        regions: shardings of the regions, with names relative to the module.
+        calls: recorded calls on the example input: without padding, and with padding if the tensors differ.
     """
 
     name: str
@@ -179,11 +188,11 @@ class Unit:
     calls: list[ModuleInputs]
 
     def key(self, fitted: Fitted) -> str:
-        """Return the key of one of the unit's regions in the whole model."""
+        """Return a key for one of the unit's regions, unique in the model: the full name of its first row matrix."""
         return join(self.name, fitted.shares.region.rows[0])
 
     def keep_common_calls(self, everyone: Sequence[list[Any]], axis: Axis) -> None:
-        """Keep the calls that every rank has recorded, so that all ranks run the same; `everyone` has shapes by rank.
+        """Keep only the calls that every rank has recorded; `everyone` has the shapes of the calls, by rank.
 
         Raises:
             TensorParallelError: the first calls of the ranks differ.
@@ -206,18 +215,19 @@ class Unit:
 
 @dataclass
 class TensorParallelPlan:
-    """Plan for a model.
+    """Split of a model's matrices on one rank, with the reason for each matrix that stays whole.
 
     Args:
-        ranks: number of ranks.
-        units: in the order in which they run.
-        whole: reasons for the block matrices that stay whole.
-        inputs: the small input of the model.
-        output: output of the dense model for it.
-        drops: for each module, the matrices with results under its dropout.
-        shapes: shapes of the parameters.
+        ranks: number of tensor-parallel ranks.
+        units: modules to split, in the order in which they run.
+        whole: reasons why matrices of blocks stay whole, by parameter name.
+        inputs: arguments of the model's forward in the traces.
+        output: output of the dense model for `inputs`.
+        drops: names of the matrices that produce the activations that a module drops (dropout): one set for each
+            dropout, by module name.
+        shapes: shapes of all parameters of the dense model, by name.
         declared: the split in the model's own plan, see `declared_cuts`.
-        unpadded: error of the model's forward with padding, if it raised.
+        unpadded: error of the model's forward with padding; "": it did not raise.
         meets: whether the model's forward itself communicates between the tp ranks.
     """
 
@@ -237,7 +247,11 @@ class TensorParallelPlan:
         return ((unit.name, fitted.shares) for unit in self.units for fitted in unit.regions)
 
     def keep_common_regions(self, everyone: Sequence[dict[str, int]]) -> None:
-        """Leave a region whole if any rank does; `everyone` has each rank's checksums by key."""
+        """Remove regions that some rank leaves whole; `everyone` has each rank's checksums by `Unit.key`.
+
+        Raises:
+            TensorParallelError: ranks would split a region in different ways.
+        """
         for unit in self.units:
             for fitted in list(unit.regions):
                 key = unit.key(fitted)
@@ -260,7 +274,7 @@ class TensorParallelPlan:
         return (held + left) / max(dense + left, 1)
 
     def held(self, rank: int) -> int:
-        """Return the number of parameter elements on a rank, with a whole vocabulary."""
+        """Return the number of parameter elements on a rank; embedding and output projection are counted whole."""
         total = sum(map(math.prod, self.shapes.values()))
         for unit, shares in self._regions():
             for name, share in shares.tensors.items():
@@ -287,7 +301,7 @@ class TensorParallelPlan:
         return [name for name, shape in self.shapes.items() if len(shape) > 1 and block(name) and name not in known]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return (matrix, split, channels of each rank) rows; equal layers of several blocks share one row."""
+        """Return rows (matrix, split, channels by rank or reason); equal layers of several blocks share one row."""
         rows: Counter[tuple[str, str, str]] = Counter()
         for unit, shares in self._regions():
             rows.update(self._rows_of(unit, shares))
@@ -327,12 +341,12 @@ class TensorParallelPlan:
 
 
 def starred(name: str) -> str:
-    """Replace each number in a name by `*`."""
+    """Replace each number between the dots of a parameter or module name by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names by their form with stars."""
+    """Group names by the pattern that `starred` returns for them."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(starred(name), []).append(name)
@@ -340,7 +354,7 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def channel_counts(by_rank: Sequence[Segments]) -> str:
-    """Describe the channels of each rank, and the number of runs that they form."""
+    """Describe the numbers of channels by rank, such as "8/8", and the number of segments per rank if several."""
     runs = max(map(len, by_rank))
     counts = "/".join(str(length_of(segments)) for segments in by_rank)
     return counts + (f" in {runs} runs" if runs > 1 else "")
@@ -349,14 +363,17 @@ def channel_counts(by_rank: Sequence[Segments]) -> str:
 def make_plan(
     model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """Find a plan for a dense model.
+    """Find the plan of one rank for a dense model. Runs the model on a small input.
 
     Args:
         model: dense, whole on this rank or sharded by `zero.Init`; not changed.
-        ranks: number of ranks.
-        rank: this rank.
-        example: arguments of its forward; None: generated for a model of Transformers.
-        specs: rules for matrices that stay whole, together with all matrices that share their channels.
+        ranks: number of tensor-parallel ranks.
+        rank: position of the plan's rank, from 0.
+        example: arguments of its forward (dict, tensor or tuple); None: generated for a model of Transformers.
+        specs: rules; a skipped matrix stays whole, together with all matrices that share its channels. None: no rules.
+
+    Returns:
+        The plan; plans of different ranks have equal segments, and attribute values of their rank.
 
     Raises:
         ArgumentError: the model's inputs are unknown and no example is given.
@@ -408,7 +425,7 @@ def make_plan(
 
 
 def _dropped_by_heads(units: Sequence[Unit], modules: Mapping[str, nn.Module]) -> dict[str, list[frozenset[str]]]:
-    """Return the dropout of attentions that are split by heads; traces do not see inside their fused call."""
+    """Return the dropped matrices, see `dropped_in`, of attentions that are split by heads: traces do not show them."""
     dropped: dict[str, list[frozenset[str]]] = {}
     for unit in units:
         for region in (fitted.shares.region for fitted in unit.regions):
@@ -422,7 +439,11 @@ _UNPAIRED = {True: "indices choose from it", False: "it has no pair in its block
 
 
 def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
-    """Return, for each module with dropout, the matrices with results that it drops in training."""
+    """Run a model once on `inputs`, in its own mode, and find the matrices that produce activations under dropout.
+
+    Returns:
+        Names of the matrices, one set for each dropout, by the name of the module that runs it.
+    """
     training = [module for module in model.modules() if module.training]
     if not training:
         return {}
@@ -439,7 +460,7 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
 
 
 def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableRegion]]:
-    """Group regions by the module that is split at once: the outermost home; packed experts form their own groups."""
+    """Group regions by the outermost of their modules that contain each other; packed experts form their own groups."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
     outermost = {home: next(outer for outer in around(home) if outer in others) for home in others}
@@ -475,7 +496,7 @@ def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[st
 def _fitted(
     module: nn.Module, region: ShardableRegion, calls: list[ModuleInputs], heads: list[int], place: tuple[int, int]
 ) -> Fitted | str:
-    """Compute the sharding of a region (names inside its unit) and a rank's attribute values, or a reason."""
+    """Compute a region's sharding and attribute values for `place` (ranks, rank), or the reason why it stays whole."""
     ranks, rank = place
     shares: ChannelDependencies | str
     try:

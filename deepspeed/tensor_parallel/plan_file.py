@@ -52,16 +52,16 @@ FORMAT, VERSION = "deepspeed tensor plan", 1
 def write_plan(
     path: str | Path, model: nn.Module, ranks: int, example: Any = None, specs: Specs | None = None
 ) -> list[TensorParallelPlan]:
-    """Find the plan of a dense model for every rank, and write it to a file. Runs on a single rank.
+    """Find the plan of a dense model for every rank, and write it to a file. A single process calls this.
 
     Args:
         path: path of the JSON file, for the key `tensor_parallel.plan_file`.
         model: dense; not changed.
-        ranks: number of ranks.
+        ranks: number of tensor-parallel ranks.
         example, specs: as in `make_plan`.
 
     Returns:
-        The plans by rank; each prints the same `table()`.
+        The plans by rank; all have the same `table()`.
 
     Raises:
         ArgumentError: the model's inputs are unknown and no example is given.
@@ -123,7 +123,7 @@ def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
 
 
 class _FileEntry:
-    """Value in the file, with its location for messages."""
+    """Value in the file, with its location for error messages."""
 
     def __init__(self, value: Any, where: str) -> None:
         self.value, self.where = value, where
@@ -132,7 +132,7 @@ class _FileEntry:
         return TensorParallelError(f"{self.where}: {what}")
 
     def fields(self, *names: str) -> list[_FileEntry]:
-        """Return the values of an object with exactly these keys."""
+        """Return the values of an object that must have exactly the keys `names`."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object belongs here")
         for name in [*(n for n in names if n not in self.value), *(n for n in self.value if n not in names)]:
@@ -156,7 +156,7 @@ class _FileEntry:
         return self.value
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
-        """Return a list of distinct names, all of them in `known`."""
+        """Return the value, which must be a list of distinct names from `known`; `what` describes a name in errors."""
         names = [entry.of(str) for entry in self.entries()]
         for place, name in enumerate(names):
             if name not in known:
@@ -167,10 +167,15 @@ class _FileEntry:
 
 
 def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
-    """Compare the plan files of all ranks; None: no file. All ranks of the axis call together.
+    """Compare the contents of all ranks' plan files. All ranks of the axis call together.
+
+    Args:
+        axis: the ranks.
+        path: this rank's file; None: no file.
+        stage: pipeline stage of this rank; only ranks of one stage are compared.
 
     Raises:
-        TensorParallelError: ranks of one pipeline stage have different files. `read_plan` reports other errors.
+        TensorParallelError: ranks of one stage have different files. A file that cannot be read raises in `read_plan`.
     """
     try:
         content = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -193,9 +198,12 @@ def read_plan(
     Args:
         path: path of the file from `write_plan`.
         model: dense, whole on this rank or sharded by `zero.Init`; not changed.
-        ranks: number of ranks.
-        rank: this rank.
+        ranks: number of tensor-parallel ranks.
+        rank: position of this rank, from 0.
         example, specs: as in `make_plan`.
+
+    Returns:
+        The plan, as from `make_plan`.
 
     Raises:
         ArgumentError: the model's inputs are unknown and no example is given.
@@ -231,7 +239,7 @@ def _planned(
     specs: Specs | None,
     file: _FileEntry,
 ) -> TensorParallelPlan:
-    """Return the units to split, with their recorded calls."""
+    """Return the plan with the units that no rule skips, and their recorded calls."""
     left = [name for name in reader.shapes if name not in reader.taken]
     whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
     specs = specs or Specs()  # no rules by default
@@ -271,7 +279,7 @@ class _PlanReader:
         self._units: dict[str, str] = {}  # location of each
 
     def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
-        """Check that the sharded arguments of a region's module exist and have the right number of channels."""
+        """Check that the sharded arguments of a region's module exist and have the right sizes; None: no calls."""
         for share, entry in self._arguments.pop(home, ()):
             if calls is None:
                 raise entry.wrong(f"the model never calls '{home}'")
@@ -287,7 +295,7 @@ class _PlanReader:
                     )
 
     def units(self, entry: _FileEntry) -> list[Unit]:
-        """Return the units of one entry."""
+        """Return the units (modules to split) of one entry of the file."""
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
         read: list[Unit] = []
         for pattern in modules.entries():
@@ -302,7 +310,7 @@ class _PlanReader:
         return read
 
     def reasons(self, entry: _FileEntry) -> dict[str, str]:
-        """Return the reasons why parameters stay whole, by name; names may contain `*`."""
+        """Return the reasons why parameters stay whole, by the names in the file, which may contain `*`."""
         reasons = {name: text.of(str) for name, text in entry.items()}
         patterns = by_pattern(self.shapes)
         for name in reasons:
@@ -418,7 +426,7 @@ class _PlanReader:
         return by_rank
 
     def _numbers(self, unit: str, entry: _FileEntry) -> Numbers:
-        """Return this rank's attribute values; those of other ranks are checked too, so that all ranks raise alike."""
+        """Return this rank's attribute values; those of other ranks are checked too, so that all ranks raise."""
         by_rank: list[Numbers] = []
         for of_rank in entry.entries(self.ranks):
             by_rank.append({})

@@ -1,8 +1,8 @@
 """Random states under tensor parallelism: equal for replicated activations, different for split ones.
 
-For dropout on split activations, a module uses a random state derived from the rank and from a number drawn from the
-surrounding state. All ranks have the same surrounding state, so restoring it (activation checkpointing, resume)
-reproduces the same masks.
+Outside of dropout on split activations, all ranks have the same random state. A module with such dropout draws a number
+from this common state and seeds its own state with the number and the rank. Restoring the common state (activation
+checkpointing, resume) therefore reproduces the same masks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PRIME = 1_000_003
 
 
 class Draws(OpTrace):
-    """Trace of dropout: records the sources of the activations that each module drops; see `OpTrace`.
+    """Trace (see `OpTrace`) that records the matrices that produce the activations under dropout.
 
     Attributes:
-        dropped: sources of the dropped activations, by module name.
+        dropped: names of these matrices, one set for each dropout, by the name of the module that runs it.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -70,7 +70,7 @@ class Draws(OpTrace):
 
 
 class Forks:
-    """Random states of a split model: ranks use different states for dropout on split activations."""
+    """Hooks that switch random states: equal ones on all ranks for whole activations, different ones for split ones."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -80,11 +80,11 @@ class Forks:
         return self
 
     def own_seed(self, drawn: int) -> int:
-        """Return the seed of this rank, derived from a number drawn on all ranks."""
+        """Return the seed of this rank for a random number that is equal on all ranks."""
         return (drawn * self._axis.size + self._axis.rank) * _PRIME % (1 << 62)
 
     def check_apart(self) -> None:
-        """Raise TensorParallelError if two ranks have equal masks for split activations. All ranks call together."""
+        """Raise TensorParallelError if two ranks have equal seeds for split activations. All ranks call together."""
         ranks, first = self._axis.ranks, dict[int, int]()  # the first rank by seed
         for place, seed in object_exchange.current.gather_present(self._axis, self.own_seed(1)).items():
             other = first.setdefault(seed, place)
@@ -95,7 +95,7 @@ class Forks:
                 )
 
     def enter_cut(self, module: nn.Module, *_: Any) -> None:
-        """Pre-hook of modules with dropout on split activations: switch to the rank's own state."""
+        """Forward pre-hook of modules with dropout on split activations: switch to this rank's own state."""
         inside = self._around[-1] if self._around else None
         if not module.training or (inside is not None and inside[1]):
             self._around.append(None)
@@ -107,7 +107,7 @@ class Forks:
         accelerator.manual_seed(self.own_seed(drawn))
 
     def enter_whole(self, module: nn.Module, *_: Any) -> None:
-        """Pre-hook of modules with dropout on whole activations: switch back to the ranks' common state."""
+        """Forward pre-hook of modules with dropout on whole activations: switch back to the ranks' common state."""
         outer = next((state for state in reversed(self._around) if state is not None), None)
         if outer is None or not outer[1]:
             self._around.append(None)
@@ -117,7 +117,7 @@ class Forks:
         accelerator.set_rng_state(outer[0])
 
     def leave(self, *_: Any) -> None:
-        """Post-hook of both: restore the random state, even after an error."""
+        """Forward hook of both kinds of modules: restore the random state, even after an error."""
         left = self._around.pop()
         if left is None:
             return
@@ -133,9 +133,12 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
 
     Args:
         model: a split model.
-        dropped: recorded by `Draws`.
-        columns: matrices with split outputs.
+        dropped: matrices that produce the activations under dropout, as recorded by `Draws`.
+        columns: names of the matrices with split outputs.
         axis: the ranks.
+
+    Returns:
+        The hooks; None if nothing is dropped.
 
     Raises:
         TensorParallelError: one module drops both kinds, or two ranks would draw equal masks for split activations.

@@ -1,7 +1,8 @@
-"""Trace of the data flow between matrices; from it come the regions of a model that can be split.
+"""Trace of the data flow between weight matrices, which finds the layers that can be split together.
 
-Only o reads the outputs of q, k and v; only down reads those of gate and up. The channels between them can be split
-over ranks. The output of o enters the residual stream, which passes through all blocks and stays whole.
+In a transformer block, only the output projection of attention reads the results of the query, key and value
+projections, and only the down projection reads those of gate and up. The channels in between can be split over ranks.
+The output projections write to the residual stream, which passes through all blocks and stays whole.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ STREAM = "input"
 
 @dataclass
 class MatrixUse:
-    """Use of one matrix.
+    """Use of one weight matrix in a traced forward.
 
     Args:
         name: name of the parameter.
-        lookup: whether the matrix is a lookup table, not multiplied.
-        sources: names of the matrices with results that reach this matrix, without another matrix in between.
+        lookup: whether the matrix is a lookup table, such as an embedding, instead of a factor of a product.
+        sources: names of the matrices that produce its inputs, without another matrix in between; `STREAM` stands for
+            a floating-point input of the model.
     """
 
     name: str
@@ -49,7 +51,15 @@ class _Taint:
 
 
 class OpTrace(TorchFunctionMode):
-    """Trace mode that records the data flow between matrices: `nodes` by parameter name, in order of first use."""
+    """Torch function mode that records the matrices that a forward uses, and the data flow between them.
+
+    Args:
+        model: the model that runs inside the mode.
+        inputs: arguments of its forward, any nest of tensors.
+
+    Attributes:
+        nodes: uses of matrices by parameter name, in order of first use.
+    """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -63,12 +73,12 @@ class OpTrace(TorchFunctionMode):
 
     @staticmethod
     def _carries(tensor: torch.Tensor) -> bool:
-        """Whether a tensor may carry channels: floating point, or complex (rotary embeddings); indices carry none."""
+        """Return whether a tensor may contain channels: floating point, or complex (rotary embeddings), not integer."""
         return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
     @staticmethod
     def _by_channel(name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a convolution is depthwise, so that it does not mix channels."""
+        """Return whether an operation is a depthwise convolution, which does not mix channels."""
         if not name.startswith("conv") or "transpose" in name:
             return False
         weight = kwargs["weight"] if "weight" in kwargs else args[1]
@@ -140,14 +150,14 @@ _STREAM = "it reads the stream that runs through all blocks"
 
 @dataclass
 class ShardableRegion:
-    """Channels that can be split over ranks.
+    """Column- and row-parallel matrices (Megatron-LM) with common channels, which can be split over ranks.
 
     Args:
-        home: name of the innermost module that contains all layers of the region.
-        columns: layers with split outputs.
-        rows: layers that read these outputs.
-        inner: columns that read other columns.
-        tables: lookup tables with results that the rows read too.
+        home: name of the innermost module that contains all matrices of the region.
+        columns: names of the matrices with split outputs, such as query, key and value projections.
+        rows: names of the matrices that read these outputs, such as the output projection.
+        inner: those of `columns` that read outputs of others of `columns`.
+        tables: names of lookup tables with results that the rows read too.
         packed: whether the matrices are parameters of `home` itself, as for packed experts.
         heads: whether `home` is an `nn.MultiheadAttention`, split by heads.
     """
@@ -170,20 +180,20 @@ class ShardableRegion:
         return [*self.columns, *self.rows]
 
     def renamed(self, change: Callable[[str], str]) -> ShardableRegion:
-        """Return the region with changed names."""
+        """Return a copy of the region with `change` applied to all names."""
         columns, rows, tables = (list(map(change, names)) for names in (self.columns, self.rows, self.tables))
         return ShardableRegion(
             change(self.home), columns, rows, set(map(change, self.inner)), tables, self.packed, self.heads
         )
 
     def inside(self, home: str) -> ShardableRegion:
-        """Return the region with names relative to a module."""
+        """Return a copy of the region with names relative to the module `home`, without tables outside of it."""
         region = replace(self, tables=[name for name in self.tables if lies_in(name, home)])
         return region.renamed(lambda name: name.removeprefix(home).removeprefix("."))
 
 
 def owner(param: str) -> str:
-    """Return the name of the module that holds a parameter."""
+    """Return the name of the module that has a parameter: everything before the last dot."""
     return param.rpartition(".")[0]
 
 
@@ -193,7 +203,7 @@ def join(home: str, name: str) -> str:
 
 
 def lies_in(name: str, home: str) -> bool:
-    """Whether a name is that of a module, or of an object inside it."""
+    """Return whether `name` is the module `home` itself, or a module or parameter inside it."""
     return not home or f"{name}.".startswith(f"{home}.")
 
 
@@ -204,7 +214,7 @@ def around(name: str) -> list[str]:
 
 
 def by_module(params: Iterable[str]) -> dict[str, list[str]]:
-    """Return the parameter names inside each module."""
+    """Return the names of the parameters inside each module, by module name."""
     inside: dict[str, list[str]] = {}
     for param in params:
         for module in around(owner(param)):
@@ -213,7 +223,7 @@ def by_module(params: Iterable[str]) -> dict[str, list[str]]:
 
 
 def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
-    """Find the regions of a traced model, and the reasons why other block matrices stay whole."""
+    """Return the regions of a model with traced `nodes`, and the reasons why other matrices of blocks stay whole."""
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
     regions: list[ShardableRegion] = []
@@ -238,7 +248,7 @@ def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list
 
 
 def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
-    """Return connected sets of (writing, reading) matrices; lookup tables do not connect sets."""
+    """Return the (writing, reading) matrices of each connected set of channels; lookup tables do not connect sets."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
     def find(key: tuple[str, str]) -> tuple[str, str]:
@@ -262,13 +272,13 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
 
 
 def block(name: str) -> str:
-    """Return the innermost numbered module around a parameter; "" if there is none."""
+    """Return the name of the innermost numbered module around a parameter; "" if there is none."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return match.group(0) if match else ""
 
 
 def _spans(names: Iterable[str]) -> bool:
-    """Whether names lie in several entries of one list of blocks; a sequence of layers in a block does not count."""
+    """Return whether names belong to several entries of a list of blocks; layers inside one block do not count."""
     seen: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):

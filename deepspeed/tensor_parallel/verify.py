@@ -1,4 +1,4 @@
-"""Verification of a split unit against its dense form, forward and backward, before the dense weights are dropped.
+"""Verification of a split unit (module) against its dense form, forward and backward, before dense weights are freed.
 
 Gradients are compared by sketches: products with random vectors, computed as soon as a gradient exists. Storing all
 gradients of a unit would need as much memory as the unit, and more time than reading all inputs. If a linear product
@@ -42,7 +42,7 @@ dim before, (…, b, PROBES); scaled to the size of the gradient's elements. A g
 
 
 def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:
-    """Compute the sketches of a parameter's gradient, except along the dims in `without` (negative numbers)."""
+    """Compute the `Sketches` of a parameter's gradient, except along the dims in `without` (negative numbers)."""
     if gradient.dim() < 2:
         return {0: gradient.clone()}
     sides = {-1: gradient, -2: gradient.transpose(-1, -2)}
@@ -55,7 +55,7 @@ def dims_of(param: torch.Tensor) -> set[int]:
 
 
 def part_of(sketch: torch.Tensor, along: int, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a dense sketch that was multiplied along the unsplit dim `along`."""
+    """Return this rank's slice of a dense sketch along the unsplit dim `along` (-1, -2, or 0); see `Sketches`."""
     for cut in placement_of(param).cuts:
         dim = cut.dim - 1 if along == -2 and cut.dim == param.dim() - 1 else cut.dim
         several = len(cut.segments) > 1
@@ -76,7 +76,11 @@ def probes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Context that sketches the gradients of parameters in one forward and backward; all must have `requires_grad`."""
+    """Context that computes the `Sketches` of gradients in one forward and backward.
+
+    Args:
+        params: parameters by name; all must have `requires_grad`.
+    """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
@@ -135,7 +139,7 @@ class Watch:
 
     @staticmethod
     def _is_turned(view: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether a view is the whole transposed matrix."""
+        """Return whether a view is the whole transposed matrix."""
         whole = view.storage_offset() == param.storage_offset() and param.dim() == view.dim() == 2
         return whole and view.shape == param.shape[::-1] and view.stride() == param.stride()[::-1]
 
@@ -188,7 +192,7 @@ class UnitResult:
 
 
 def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
-    """Run forward and backward of a unit for each call, in fp32, without dropout, with fixed cotangents."""
+    """Run forward and backward of a unit for each recorded call: in fp32, without dropout, with a fixed cotangent."""
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
     exact = (
         copy.deepcopy(module).float() if low else module
@@ -228,7 +232,7 @@ def _called(module: nn.Module, call: ModuleInputs) -> UnitResult:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Context that restores all state that forwards change in a module: ranks run different numbers of them."""
+    """Context that restores attributes and buffers that a forward changes: ranks run different numbers of forwards."""
     before = [(held, dict(held)) for part in module.modules() for held in (vars(part), part._buffers)]
     buffers = {b: b.clone() for b in module.buffers()}
     try:
@@ -258,7 +262,7 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
-    """Return the differences between a unit's dense results and those on this rank; empty if there are none.
+    """Describe the differences between a unit's dense results and those of this rank's slice `cut`; "" if none.
 
     All ranks of the axis call together, inside `run_collectively`.
     """
@@ -274,7 +278,7 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Handle differences: log if the unit is not deterministic, else raise. All ranks of the axis call together.
+    """Raise for differences, or log them if the unit is not deterministic. All ranks of the axis call together.
 
     Args:
         unit: a unit with differences on some rank.
@@ -300,7 +304,7 @@ def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Mo
 
 
 def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
-    """Return the result of a unit's computation; an error on one rank raises TensorParallelError on all."""
+    """Return the result of a unit's computation that has `ended`, or raise TensorParallelError if any rank failed."""
     return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
@@ -357,7 +361,7 @@ def _sketches_differ(
 
 
 def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: str) -> Sketches:
-    """Sum the sketches over ranks: the sketch of a sum is the sum of the sketches."""
+    """Sum the sketches of a parameter's gradient over ranks; None: this rank has no gradient, and adds zeros."""
     if parts is None:  # zeros, in the precision of the others
         parts = sketches(param.new_zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)))
     return {dim: summed(part, axis, label) for dim, part in parts.items()}
@@ -386,7 +390,7 @@ def _apart(
 
 
 def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
-    """Compare the outputs of the split and the dense model. All ranks of the axis call together.
+    """Compare a split model's output with that of the dense model in its plan. All ranks of the axis call together.
 
     Raises:
         TensorParallelError: the outputs differ.

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding, output projection and loss."""
+"""Vocabulary-parallel embedding, output projection and loss (Megatron-LM, arXiv:1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class VocabParallelEmbedding(nn.Embedding):
     Args:
         num_embeddings: rows of the whole table, divided as evenly as possible.
         embedding_dim: number of columns.
+        padding_idx: index, in the whole table, of a row without gradient; None: all rows have gradients.
         axis: the ranks of the table.
-        padding_idx: row without gradient, counted in the whole table.
-        name: name for messages.
-        device, dtype: of the table.
+        name: name of the table in error messages.
+        device, dtype: device and dtype of the table; None: torch's defaults.
 
     Initial values are drawn for the whole table, so ranks with equal seeds have slices of the same table.
 
@@ -85,10 +85,10 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
-    """Reduce an embedding to its rank's rows, in place.
+    """Turn an embedding into a `VocabParallelEmbedding` with this rank's rows, in place.
 
     Raises:
-        ArgumentError: there are fewer rows than ranks, or an option is unsupported.
+        ArgumentError: there are fewer rows than ranks, or max_norm, scale_grad_by_freq or sparse is set.
     """
     table: Any = module
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -102,7 +102,7 @@ def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per-row loss for logits with split columns; communicates three numbers per row."""
+    """Autograd function: cross entropy of each row of logits with split columns; communicates three numbers per row."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, axis: Axis) -> Any:  # type: ignore[override]
@@ -140,21 +140,22 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Compute the cross entropy of logits with split columns; no rank ever holds all columns.
+    """Compute the cross entropy of logits with split columns; no rank needs the logits of all columns.
 
     Args:
         logits: (rows, columns of this rank), any floating dtype; computed in fp32.
         target: (rows,) indices into the whole vocabulary, equal on all ranks.
         axis: the ranks over which the vocabulary is split, as evenly as possible.
         vocabulary: columns of all ranks together; None: each rank has the same number.
-        ignore_index: targets with this value are ignored.
+        ignore_index: targets with this value have no loss.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
 
     Returns:
-        fp32, equal on all ranks.
+        fp32 scalar, or (rows,) for reduction "none"; equal on all ranks.
 
     Raises:
-        ArgumentError: shapes or targets do not fit.
+        ArgumentError: the shapes do not match, this rank has another number of columns than its share, a target is
+            outside of the vocabulary, or the reduction is unknown.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ArgumentError(
@@ -213,7 +214,11 @@ class _Head:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Replace Transformers' `ForCausalLMLoss`; takes (batch, length, columns of this rank) and (batch, length)."""
+        """Compute the loss as Transformers' `ForCausalLMLoss`, from logits (batch, length, columns of this rank).
+
+        TensorParallelError if neither `labels` nor `shift_labels` (already shifted by one) is given. None for
+        `num_items_in_batch`: the mean over the tokens.
+        """
         if shift_labels is None:
             if labels is None:
                 raise TensorParallelError("the loss of a split vocabulary needs labels")
@@ -234,14 +239,15 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
     """Split the embedding and the output projection. All ranks of the axis call together.
 
     Args:
-        model: a causal LM, the same on all ranks; changed in place.
+        model: a causal LM of Transformers, the same on all ranks; changed in place.
         axis: the ranks.
-        check: compare both with their dense forms.
+        check: whether both are compared with their dense forms.
 
     Returns:
-        Rows for the table of the plan.
+        Rows (parameter, "vocabulary", rows of each rank) for the table of the plan.
 
     Raises:
+        ArgumentError: the vocabulary has fewer entries than ranks, or the embedding has an unsupported option.
         NotAvailableError: the model's loss cannot be computed from split logits.
         TensorParallelError: results of the slices differ from those of the dense layers.
     """

@@ -10,14 +10,14 @@ _STREAMED = "one writer streams tensors in place"
 
 
 class ParallelWrite(Section):
-    """Block `checkpoint.parallel_write`."""
+    """Block `checkpoint.parallel_write`: accepted without effect, since every rank writes its own slice."""
 
     open_names = True
     pipeline_stage: bool = moot(False, "data-parallel ranks share a stage's layers", "every rank writes its own slice")
 
 
 class Writer(Section):
-    """Block `checkpoint.writer`."""
+    """Block `checkpoint.writer`: how checkpoint files are written."""
 
     open_names = True
     type: Literal["FAST", "PYTHON", "MOCK"] | None = moot(None, "which writer", _STREAMED)

@@ -22,7 +22,7 @@ def _partners(value: object) -> object:
 
 
 class LayerReduction(Section):
-    """Block `compression_training.layer_reduction`."""
+    """Block `compression_training.layer_reduction`: a student model with some of the teacher's layers."""
 
     switch = "enabled"
     enabled: bool = key(
@@ -45,7 +45,7 @@ class MixedQuantize(Section):
 
 
 class WeightShared(Section):
-    """Block `compression_training.weight_quantization.shared_parameters`."""
+    """Block `compression_training.weight_quantization.shared_parameters`: settings of all groups of weights."""
 
     enabled: bool = key(False, "quantize weights while training")
     quantizer_kernel: bool = moot(False, "quantize by kernel", "one implementation on every device")
@@ -61,7 +61,7 @@ class WeightShared(Section):
 
 
 class ActivationShared(Section):
-    """Block `compression_training.activation_quantization.shared_parameters`."""
+    """Block `compression_training.activation_quantization.shared_parameters`: settings of all groups of modules."""
 
     enabled: bool = key(False, "quantize the inputs of modules")
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
@@ -82,7 +82,7 @@ class _Pruning(Section):
 
 
 class SparseShared(_Pruning):
-    """Block `compression_training.sparse_pruning.shared_parameters`."""
+    """Block `compression_training.sparse_pruning.shared_parameters`: masks of single weights or small blocks."""
 
     method: Literal["l1", "topk", "snip_momentum"] = key(
         "l1", "l1: magnitude; topk: movement; snip_momentum: Taylor, in blocks"
@@ -93,7 +93,7 @@ class SparseShared(_Pruning):
 
 
 class RowShared(_Pruning):
-    """Block `compression_training.row_pruning.shared_parameters`, and that of `channel_pruning`."""
+    """Block `shared_parameters` of `row_pruning` and `channel_pruning`: removal of outputs of layers."""
 
     method: Literal["l1", "topk"] = key("l1", "l1: magnitude; topk: movement")
     physical: bool | None = key(
@@ -102,7 +102,7 @@ class RowShared(_Pruning):
 
 
 class HeadShared(RowShared):
-    """Block `compression_training.head_pruning.shared_parameters`."""
+    """Block `compression_training.head_pruning.shared_parameters`: removal of attention heads."""
 
     method: Literal["l1", "topk"] = key("topk", "l1: magnitude; topk: movement")
     num_heads: Int | None = key(None, "heads of the model; default: from its config", ge=1)
@@ -115,7 +115,7 @@ class ExpertShared(_Pruning):
 
 
 class CompressionGroup(Section):
-    """A group of modules with the same compression parameters."""
+    """Block `different_groups.<name>` of a technique: modules with the same compression parameters."""
 
     modules: Names = key(["*"], "regular expressions on module names; * is all")
     related_modules: Annotated[list[Names] | None, BeforeValidator(_partners)] = key(
@@ -124,7 +124,7 @@ class CompressionGroup(Section):
 
 
 class QuantizeParams(Section):
-    """Block `params` of a group of quantized weights."""
+    """Block `params` of a group of quantized weights: the numbers of bits, and when they fall."""
 
     start_bits: Int | None = key(None, "bits at the start", ge=1, le=16)
     target_bits: Int | None = key(None, "bits at the end", ge=1, le=16)
@@ -132,13 +132,13 @@ class QuantizeParams(Section):
 
 
 class BitsParams(Section):
-    """Block `params` of a group of quantized activations."""
+    """Block `params` of a group of quantized activations: the number of bits."""
 
     bits: Int | None = key(None, "bits", ge=2, le=16)
 
 
 class PruneParams(Section):
-    """Block `params` of a group of pruned modules."""
+    """Block `params` of a group of pruned modules: the fraction of weights or units to keep."""
 
     dense_ratio: float | None = key(None, "share kept", gt=0, le=1)
 
@@ -156,7 +156,7 @@ class PruneGroup(CompressionGroup):
 
 
 class WeightTechnique(Section):
-    """Block `compression_training.weight_quantization`."""
+    """Block `compression_training.weight_quantization`: quantized weights in training."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: WeightShared = key(WeightShared, "numbers of all groups")
@@ -164,7 +164,7 @@ class WeightTechnique(Section):
 
 
 class ActivationTechnique(Section):
-    """Block `compression_training.activation_quantization`."""
+    """Block `compression_training.activation_quantization`: quantized inputs of modules in training."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: ActivationShared = key(ActivationShared, "numbers of all groups")
@@ -172,7 +172,7 @@ class ActivationTechnique(Section):
 
 
 class SparseTechnique(Section):
-    """Block `compression_training.sparse_pruning`."""
+    """Block `compression_training.sparse_pruning`: pruning of single weights or small blocks."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: SparseShared = key(SparseShared, "numbers of all groups")
@@ -180,7 +180,7 @@ class SparseTechnique(Section):
 
 
 class RowTechnique(Section):
-    """Block `compression_training.row_pruning` or `channel_pruning`."""
+    """Block `compression_training.row_pruning` or `channel_pruning`: pruning of outputs of layers."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: RowShared = key(RowShared, "numbers of all groups")
@@ -188,7 +188,7 @@ class RowTechnique(Section):
 
 
 class HeadTechnique(Section):
-    """Block `compression_training.head_pruning`."""
+    """Block `compression_training.head_pruning`: pruning of attention heads."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: HeadShared = key(HeadShared, "numbers of all groups")
@@ -196,7 +196,7 @@ class HeadTechnique(Section):
 
 
 class ExpertTechnique(Section):
-    """Block `compression_training.expert_pruning`."""
+    """Block `compression_training.expert_pruning`: pruning of experts in packed matrices."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: ExpertShared = key(ExpertShared, "numbers of all groups")
@@ -244,14 +244,14 @@ class CompressionTraining(Section):
 
     @property
     def active(self) -> bool:
-        """Return whether any technique is active during training."""
+        """Whether any technique, distillation, layer reduction or export is enabled."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
         beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
         return beside or any(technique.shared_parameters.enabled for technique in techniques)
 
     @property
     def pruning(self) -> dict[str, Technique]:
-        """Return the pruning techniques by name."""
+        """Pruning techniques, by the names of their blocks."""
         return {
             "sparse_pruning": self.sparse_pruning,
             "row_pruning": self.row_pruning,
@@ -262,28 +262,28 @@ class CompressionTraining(Section):
 
 
 class QuantizeBits(Section):
-    """Block `quantize_training.quantize_bits`."""
+    """Block `quantize_training.quantize_bits`: number of bits at the start and at the end."""
 
     start_bits: Int = key(16, "bits at the start", ge=1, le=32)
     target_bits: Int = key(8, "bits at the end", ge=1, le=16)
 
 
 class QuantizeSchedule(Section):
-    """Block `quantize_training.quantize_schedule`."""
+    """Block `quantize_training.quantize_schedule`: steps at which the number of bits falls."""
 
     quantize_period: Int = key(100, "steps between reductions", ge=1)
     schedule_offset: Int = key(100, "step at which it starts", ge=0)
 
 
 class QuantizeAlgorithm(Section):
-    """Block `quantize_training.quantize_algo`."""
+    """Block `quantize_training.quantize_algo`: type and rounding of the quantization."""
 
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding")
 
 
 class QuantizeTraining(Section):
-    """Block `quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
+    """Block `quantize_training`: quantization of all weights with two or more dims, with bits that fall in training."""
 
     switch = "enabled"
     enabled: bool = key(False, "fewer bits as training goes on")

@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Int, Section, key, later
 
 
 class CurriculumMetric(Section):
-    """Block `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
+    """Block `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`: measure of difficulty."""
 
     open_names = True
     index_to_sample_path: str | None = later(None, "file of the data analysis: row i lists the samples of difficulty i")
@@ -22,7 +22,7 @@ class CurriculumMetric(Section):
 
 
 class DataCurriculum(Section):
-    """Block `data_efficiency.data_sampling.curriculum_learning`."""
+    """Block `data_efficiency.data_sampling.curriculum_learning`: easy samples first."""
 
     open_names = True
     switch = "enabled"
@@ -32,7 +32,7 @@ class DataCurriculum(Section):
 
 
 class DynamicBatching(Section):
-    """Block `data_efficiency.data_sampling.dynamic_batching`."""
+    """Block `data_efficiency.data_sampling.dynamic_batching`: batches with equal numbers of tokens."""
 
     open_names = True
     switch = "enabled"
@@ -47,7 +47,7 @@ class DynamicBatching(Section):
 
 
 class DataSampling(Section):
-    """Block `data_efficiency.data_sampling`."""
+    """Block `data_efficiency.data_sampling`: sampling by difficulty or length."""
 
     open_names = True
     switch = "enabled"
@@ -60,7 +60,7 @@ class DataSampling(Section):
 
 
 class RandomLtd(Section):
-    """Block `data_efficiency.data_routing.random_ltd`."""
+    """Block `data_efficiency.data_routing.random_ltd`: random layerwise token dropping (arXiv:2211.11586)."""
 
     open_names = True
     switch = "enabled"
@@ -76,7 +76,7 @@ class RandomLtd(Section):
 
 
 class DataRouting(Section):
-    """Block `data_efficiency.data_routing`."""
+    """Block `data_efficiency.data_routing`: dropping of tokens inside the model."""
 
     open_names = True
     switch = "enabled"

@@ -19,7 +19,7 @@ class CommsLoggerConfig(Section):
 
 
 class Throughput(Section):
-    """Block `timers.throughput`."""
+    """Block `timers.throughput`: measurement of samples per second."""
 
     enabled: bool = key(True, "measure samples per second")
     synchronized: bool = key(True, "wait for the device at each measurement")
@@ -84,7 +84,7 @@ class Prometheus(Section):
 
 
 class MonitorSections(Section):
-    """The blocks of all monitors."""
+    """Sections of all monitors (`tensorboard`, `wandb`, ...), for the code that creates the monitors."""
 
     tensorboard: TensorBoard = key(TensorBoard, "TensorBoard")
     wandb: WandB = key(WandB, "Weights & Biases")

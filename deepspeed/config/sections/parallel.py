@@ -39,7 +39,7 @@ class Pipeline(Section):
 
 
 class LayerSpecConfig(Section):
-    """Block `tensor_parallel.partition_config.layer_specs[]`."""
+    """Entry of `tensor_parallel.partition_config.layer_specs`: rule for parameters, by name."""
 
     patterns: Names | None = key(None, "regular expressions on parameter names")
     partition_type: Literal["row", "column", "skip"] | None = key(
@@ -53,7 +53,7 @@ class LayerSpecConfig(Section):
 
 
 class PartitionConfig(Section):
-    """Block `tensor_parallel.partition_config`."""
+    """Block `tensor_parallel.partition_config`: rules that restrict or check the split of matrices."""
 
     use_default_specs: bool = key(True, "also split weights that no entry names")
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
@@ -63,7 +63,7 @@ class PartitionConfig(Section):
 
 
 class TpSize(Section):
-    """Block `tensor_parallel.tp` (alias `tensor_parallel.tensor_parallel`)."""
+    """Block `tensor_parallel.tp` (alias `tensor_parallel.tensor_parallel`): number of tensor-parallel ranks."""
 
     tp_size: Int = key(1, "ranks that share a layer", ge=1)
     tp_grain_size: Int = later(1, "smallest piece of a split", ge=1)

@@ -61,7 +61,7 @@ class DataTypes(Section):
 
 
 class Amp(Section):
-    """Block `amp`: NVIDIA Apex."""
+    """Block `amp`: NVIDIA Apex, which is replaced by torch's autocast."""
 
     enabled: bool = moot(False, "mixed precision by NVIDIA Apex", "torch_autocast runs, with one warning")
     opt_level: Literal["O0", "O1", "O2", "O3"] | None = moot(

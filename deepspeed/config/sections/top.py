@@ -1,4 +1,4 @@
-"""Top level of the JSON."""
+"""Top level of the JSON configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MODEL = "the model's own weights show it"
 
 
 class TopLevel(Section):
-    """Top level of the JSON."""
+    """Top level of the JSON: one field for each block and each key outside of blocks."""
 
     open_names = True
     train_batch_size: Int | None = key(None, "samples per optimizer step, over all ranks", ge=1)

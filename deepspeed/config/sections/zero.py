@@ -20,7 +20,7 @@ _CPU_OFFLOAD = {
 
 
 class LeafModule(Section):
-    """Block `zero_optimization.leaf_module`: modules whose parameters are gathered as one unit."""
+    """Block `zero_optimization.leaf_module`: modules that are gathered as one unit, with all their submodules."""
 
     classes: Names = key([], "class names, short or with their module path")
     names: Names = key([], "qualified module names")
@@ -60,7 +60,7 @@ class OffloadOptimizer(Section):
 
 
 class ZenFlow(Section):
-    """Block `zero_optimization.zenflow`: important columns are updated on the device, others later on the host."""
+    """Block `zero_optimization.zenflow`: important columns are updated on the device at once, others on the host."""
 
     topk_ratio: float = later(0.1, "share of columns updated on the device", gt=0, lt=1)
     select_strategy: Literal["auto", "step", "epoch"] = later("auto", "when columns are selected anew")
@@ -82,7 +82,7 @@ class Loco(Section):
 
 
 class ZeroStageEnum(IntEnum):
-    """ZeRO stages by the training state that they shard; each stage includes the previous ones."""
+    """ZeRO stages, named by the training state that they shard; each stage includes the previous ones."""
 
     disabled = 0
     optimizer_states = 1
@@ -92,11 +92,11 @@ class ZeroStageEnum(IntEnum):
 
 
 class Zero(Section):
-    """Block `zero_optimization`: ZeRO."""
+    """Block `zero_optimization`: ZeRO stage, offload, buckets and prefetch."""
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Move old offload keys into the offload blocks; the reader of a whole JSON does this earlier."""
+        """Return a copy of the input with deprecated offload keys moved into the offload blocks."""
         settings = super().respelled(data)
         pin = settings.pop("cpu_offload_use_pin_memory", None)
         for old, new in _CPU_OFFLOAD.items():
@@ -214,7 +214,7 @@ class Zero(Section):
 
 
 def get_zero_config(param_dict: dict[str, Any]) -> Zero:
-    """Return the ZeRO section of a whole JSON that is given as a dict.
+    """Return the ZeRO section of a configuration dict (the whole JSON).
 
     Raises:
         pydantic.ValidationError: a name, type or value is wrong.

@@ -13,7 +13,7 @@ from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdagrad(HostOptimizer):
-    """Adagrad (Duchi et al. 2011): s += g * g, p -= lr * g / (sqrt(s) + eps); weight decay is added to the gradient."""
+    """Adagrad (Duchi et al. 2011) in host memory: s += g², p -= lr * g / (sqrt(s) + eps); g includes weight decay."""
 
     kernel = "ds_adagrad"
     moments = ("sum",)
@@ -35,12 +35,12 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
             lr: learning rate.
             eps: added to the square root of the sum of squares.
             weight_decay: multiple of the weights added to the gradients.
-            amsgrad: must be False; Adagrad's sum never decreases.
-            fp32_optimizer_states: for 16-bit parameters, keep sums in fp32; False: in the parameters' dtype.
+            amsgrad: must be False, since Adagrad's sum never decreases.
+            fp32_optimizer_states: whether the sums of 16-bit parameters are fp32, instead of the parameters' dtype.
             moments_dtype: dtype of the sums for all parameters; None: see `fp32_optimizer_states`.
 
         Raises:
-            OptimizerError: `amsgrad` is True.
+            OptimizerError: `amsgrad` is True, or a value is out of range.
         """
         if amsgrad:
             raise OptimizerError("DeepSpeedCPUAdagrad: amsgrad has no meaning for Adagrad; leave it out")
@@ -61,7 +61,7 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
             param.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-group["lr"])
 
     def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
-        """Update the embedding rows that were looked up; sums and values of other rows do not change.
+        """Update the rows in a sparse gradient of an embedding; sums and values of other rows do not change.
 
         Raises:
             OptimizerError: weight decay is set, which would change all rows.
@@ -79,5 +79,5 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         param[rows] = (param[rows].to(step.dtype) + step).to(param.dtype)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """Return the fields of `Adagrad` in optimizers.cpp."""
+        """Return the fields of the struct `Adagrad` in optimizers.cpp."""
         return float(group["lr"]), group["eps"], group["weight_decay"]

@@ -16,7 +16,7 @@ from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdam(HostOptimizer):
-    """AdamW; with `adamw_mode=False`, Adam with weight decay added to the gradients."""
+    """AdamW in host memory; with `adamw_mode=False`, Adam with weight decay added to gradients. See `adam_update`."""
 
     kernel = "ds_adam"
     moments = ("exp_avg", "exp_avg_sq")
@@ -37,10 +37,13 @@ class DeepSpeedCPUAdam(HostOptimizer):
         """Create the optimizer; states are allocated at the first step. Other arguments are those of `FusedAdam`.
 
         Args:
-            amsgrad: divide by the running maximum of the second moment.
-            adamw_mode: apply weight decay to the weights themselves (AdamW).
-            fp32_optimizer_states: for 16-bit parameters, keep moments in fp32; False: in the parameters' dtype.
+            amsgrad: whether updates are divided by the running maximum of the second moment (arXiv:1904.09237).
+            adamw_mode: whether weight decay is applied to the weights themselves (AdamW).
+            fp32_optimizer_states: whether the moments of 16-bit parameters are fp32, instead of the parameters' dtype.
             moments_dtype: dtype of the moments for all parameters; None: see `fp32_optimizer_states`.
+
+        Raises:
+            OptimizerError: a value is out of range.
         """
         self.adam_w_mode = adamw_mode
         super().__init__(
@@ -59,7 +62,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
         adam_update(group, params, grads, states, lr=group["lr"], decoupled=self.adam_w_mode)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """Return the fields of `Adam` in optimizers.cpp."""
+        """Return the fields of the struct `Adam` in optimizers.cpp."""
         lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
         first, root = 1.0, 1.0
         if group["bias_correction"]:
@@ -74,7 +77,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
 
         Args:
             subgroup_id: index of the tensor, counted over all groups.
-            closure: evaluates the model again and returns the loss.
+            closure: evaluates the model again and returns the loss; None: not called.
 
         Returns:
             The closure's result, or None.
@@ -101,7 +104,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
 
         Raises:
             ArgumentError: the index is out of range.
-            UsageError: the tensor was not updated, or has no gradient any more.
+            UsageError: the tensor has not been updated, or its gradient is None.
             OptimizerError: amsgrad is set: its running maximum cannot be undone.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()

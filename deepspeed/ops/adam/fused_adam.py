@@ -1,4 +1,4 @@
-"""Adam and AdamW with torch's fused kernel where available."""
+"""Adam and AdamW, with torch's fused kernel where it is available."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FAR = 2.0**60
 def adam_update(
     group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State], *, lr: Any, decoupled: bool
 ) -> None:
-    """Apply Adam (Kingma and Ba 2015, algorithm 1), or if `decoupled` AdamW (Loshchilov and Hutter 2019, algorithm 2).
+    """Apply Adam (arXiv:1412.6980, algorithm 1), or if `decoupled` AdamW (arXiv:1711.05101, algorithm 2).
 
     Args:
-        group: `betas`, `eps`, `weight_decay`; optionally `bias_correction`, `amsgrad` and `maximize`.
+        group: dict of `betas`, `eps`, `weight_decay`; optionally `bias_correction`, `amsgrad` and `maximize`.
         params: tensors, updated in place.
         grads: one gradient per tensor, of the same dtype.
-        states: one dict per tensor; filled at its first step.
+        states: one dict per tensor, empty before its first step; updated in place.
         lr: learning rate of this update.
-        decoupled: apply weight decay to the weights themselves (AdamW), instead of the gradients.
+        decoupled: whether weight decay is applied to the weights themselves (AdamW), instead of the gradients.
     """
     amsgrad = group.get("amsgrad", False)
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
@@ -68,10 +68,10 @@ def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, 
     """Undo the last update with `grad`: restore values, moments and step count, up to rounding.
 
     Args:
-        group: as in `adam_update`, with the values of that update.
-        param: changed in place.
+        group: as in `adam_update`, with the hyperparameters of that update, and `lr`.
+        param: the tensor, changed in place.
         grad: gradient of that update.
-        state: after at least one step, without `max_exp_avg_sq`; changed in place.
+        state: state after at least one step, without `max_exp_avg_sq` (amsgrad); changed in place.
         decoupled: as in `adam_update`.
     """
     (beta1, beta2), lr, decay, step = group["betas"], float(group["lr"]), group["weight_decay"], float(state["step"])
@@ -93,7 +93,7 @@ def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, 
 
 
 class FusedAdam(GroupOptimizer):
-    """AdamW; with `adam_w_mode=False`, Adam with weight decay added to the gradients."""
+    """AdamW; with `adam_w_mode=False`, Adam with weight decay added to the gradients. See `adam_update`."""
 
     def __init__(
         self,
@@ -112,16 +112,17 @@ class FusedAdam(GroupOptimizer):
         Args:
             params: tensors or group dicts (`optimizer.params.*` sets the other arguments).
             lr: learning rate.
-            bias_correction: divide the moments by 1 - beta ** step.
+            bias_correction: whether the moments are divided by 1 - beta ** step.
             betas: decay rates of the first and the second moment.
             eps: added to the square root of the second moment.
-            adam_w_mode: apply weight decay to the weights themselves (AdamW).
+            adam_w_mode: whether weight decay is applied to the weights themselves (AdamW).
             weight_decay: weight decay, multiplied by the learning rate.
-            amsgrad: not available here; torch.optim.AdamW (`"torch_adam": true`) and DeepSpeedCPUAdam have it.
-            set_grad_none: `zero_grad()` sets gradients to None instead of zero.
+            amsgrad: must be False; torch.optim.AdamW (`"torch_adam": true`) and DeepSpeedCPUAdam support it.
+            set_grad_none: whether `zero_grad()` sets gradients to None, instead of zero.
 
         Raises:
             NotAvailableError: `amsgrad` is True.
+            OptimizerError: a value is out of range.
         """
         if amsgrad:
             raise NotAvailableError(

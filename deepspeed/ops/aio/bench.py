@@ -1,4 +1,4 @@
-"""`ds_io`: measures a disk for several block sizes and numbers of requests in flight, and suggests an `aio` section."""
+"""Command `ds_io`: measures a disk for several block sizes and queue depths, and suggests an `aio` section."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _ENOUGH = 0.95  # fraction of the best speed; faster settings only cost memory a
 
 
 def parse_size(text: str) -> int:
-    """Parse a size: bytes of "4096", "128K", "1M", "2G"."""
+    """Parse a size such as "4096", "128K", "1M" or "2G" (powers of 1024) to bytes; ValueError for other texts."""
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     return int(number) * unit
 
 
 def measure(folder: str, io_size: int, block_size: int, in_flight: int) -> tuple[float, float]:
-    """Measure bytes per second of writing and of reading a file in `folder`.
+    """Return the bytes per second of (writing, reading) a temporary file in `folder`.
 
     Args:
         folder: a folder on the disk.
         io_size: bytes of the file.
         block_size: bytes per request.
-        in_flight: requests at a time.
+        in_flight: number of requests at a time.
 
     Raises:
-        OSError: the folder is not writable, or the disk is full or failed.
+        OSError: the folder is not writable, or (StorageError) the disk is full or has failed.
     """
     file = BlockFile.unnamed(folder)
     queue = block_queue(block_size, in_flight, 1)
@@ -53,7 +53,10 @@ def measure(folder: str, io_size: int, block_size: int, in_flight: int) -> tuple
 
 
 def suggestion(curve: dict[tuple[int, int], tuple[float, float]]) -> dict[str, int]:
-    """Suggest an `aio` section: the smallest block size times queue depth with nearly the best speed."""
+    """Return an `aio` section: the smallest product of block size and queue depth with at least 95% of the best speed.
+
+    `curve` has (write, read) bytes per second by (block size, queue depth).
+    """
     pace = {setting: 1 / (1 / write + 1 / read) for setting, (write, read) in curve.items()}
     fast = [setting for setting, speed in pace.items() if speed >= _ENOUGH * max(pace.values())]
     block_size, depth = min(fast, key=lambda setting: setting[0] * setting[1])
@@ -61,7 +64,7 @@ def suggestion(curve: dict[tuple[int, int], tuple[float, float]]) -> dict[str, i
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table and the suggestion."""
+    """Run the command: print the table of speeds and the suggestion. `arguments`: None is the command line."""
     parser = argparse.ArgumentParser(prog="ds_io", description="Measure a disk for offload to NVMe.")
     parser.add_argument("--folder", "--nvme_dir", default=".", help="folder on the disk (default: this one)")
     parser.add_argument("--io_size", type=parse_size, default="256M", help="bytes of the file (default: 256M)")

@@ -1,4 +1,4 @@
-"""File with two descriptors: direct I/O for aligned blocks, the page cache for other bytes."""
+"""Open file with two descriptors: for direct I/O of aligned blocks, and through the page cache for other bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ALIGNMENT = 4096  # alignment of addresses, offsets and lengths for direct I/O o
 
 
 class BlockFile:
-    """Open file.
+    """Open file with two descriptors.
 
     Attributes:
-        name: name in messages.
+        name: name in error messages.
         plain: descriptor with page cache.
         direct: descriptor without page cache (direct I/O); -1 if the file system does not support it.
     """
@@ -26,7 +26,7 @@ class BlockFile:
 
     @classmethod
     def open(cls, path: str, flags: int) -> BlockFile:
-        """Open a user's file with flags of `os.open`."""
+        """Open a file with flags of `os.open`; OSError if this fails."""
         return cls(path, os.open(path, flags, 0o666), cls._open_direct(path, flags & ~os.O_CREAT, path))
 
     @classmethod
@@ -38,11 +38,11 @@ class BlockFile:
         return cls(name, plain, cls._open_direct(f"/proc/self/fd/{plain}", os.O_RDWR, folder))
 
     def size(self) -> int:
-        """Current size of the file in bytes."""
+        """Return the current size of the file in bytes."""
         return os.fstat(self.plain).st_size
 
     def free(self) -> int:
-        """Free bytes of the file system for this user."""
+        """Return the bytes of the file system that are free for this user."""
         state = os.fstatvfs(self.plain)
         return state.f_bavail * state.f_frsize
 

@@ -15,10 +15,11 @@ from deepspeed.ops.aio.queue import IORequest, block_queue, cause_of
 
 
 class aio_handle:
-    """Handle that reads and writes CPU tensors, with `queue_depth` x `intra_op_parallelism` requests in flight.
+    """Handle that reads and writes CPU tensors in files, with several requests in flight.
 
-    Tensors of `new_cpu_locked_tensor` bypass the page cache if the file system supports it; any other contiguous CPU
-    tensor works too. A write creates a missing file and never truncates one.
+    Their number is `queue_depth` x `intra_op_parallelism`, but at least 4 and at most 64. Tensors of
+    `new_cpu_locked_tensor` bypass the page cache if the file system supports it; any other contiguous CPU tensor works
+    too. A write creates a missing file and never truncates one.
 
     Example:
         handle = aio_handle()
@@ -32,6 +33,9 @@ class aio_handle:
         single_submit: no effect; every request is submitted by itself.
         overlap_events: no effect; submitting never waits.
         intra_op_parallelism: number of threads per transfer.
+
+    Raises:
+        ArgumentError: a number is below 1.
     """
 
     def __init__(
@@ -53,21 +57,22 @@ class aio_handle:
         self._started: list[_Started] = []
 
     def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Read a tensor; returns 1 after all bytes have arrived.
+        """Read a tensor from a file; return 1 after all bytes have arrived.
 
         Args:
             buffer: a contiguous CPU tensor, filled completely.
             filename: path of the file.
-            validate: compare the bytes with the file's afterwards.
-            file_offset: first byte in the file.
+            validate: whether the tensor is compared with the file afterwards.
+            file_offset: offset in the file in bytes.
 
         Raises:
-            StorageError: the file is missing or too short, or the disk failed.
+            ArgumentError: the buffer is not on the CPU or not contiguous.
+            StorageError: the file is missing or too short, the disk has failed, or the comparison finds a difference.
         """
         return self._finish(self._start(buffer, filename, file_offset, False, validate))
 
     def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Write a tensor; returns 1 after all bytes are in the file. Arguments and errors are those of `read`."""
+        """Write a tensor; return 1 after all bytes are in the file. Arguments and errors are those of `read`."""
         return self._finish(self._start(buffer, filename, file_offset, True, validate))
 
     def pread(
@@ -78,7 +83,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `read`; with `async_op` start it, return 0, and let `wait` finish it."""
+        """Call `read`; with `async_op`, only start it and return 0: `wait` finishes it and raises its errors."""
         started = self._start(buffer, filename, file_offset, False, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -90,7 +95,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `write`; with `async_op` start it, return 0, and let `wait` finish it."""
+        """Call `write`; with `async_op`, only start it and return 0: `wait` finishes it and raises its errors."""
         started = self._start(buffer, filename, file_offset, True, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -103,15 +108,15 @@ class aio_handle:
         return self.write(buffer, filename, False, file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start a read; returns 0. The buffer must not be used until `wait`."""
+        """Start a read and return 0. The buffer must not be used until `wait`."""
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start a write; returns 0. The buffer must not change until `wait`."""
+        """Start a write and return 0. The buffer must not change until `wait`."""
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def wait(self) -> int:
-        """Finish all started operations; returns their number.
+        """Wait for all started operations and return their number.
 
         Raises:
             StorageError: an operation failed; the first error is reported, after all operations have ended.
@@ -128,12 +133,12 @@ class aio_handle:
         return len(started)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return a 1-D zero tensor of the example's dtype, aligned for direct I/O; pinned if there is a device."""
+        """Return zeros (num_elem,) of the example's dtype, aligned for direct I/O, and pinned if there is a device."""
         nbytes = num_elem * example_tensor.element_size()
         return aligned_bytes(max(nbytes, 1), pin=True)[:nbytes].view(example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Free the memory of a tensor now; the tensor is empty afterwards."""
+        """Free the memory of a tensor now, and return True; the tensor is empty afterwards."""
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         return True
 
@@ -181,7 +186,7 @@ class aio_handle:
 
 @dataclass
 class _Started:
-    """Started operation."""
+    """Read or write that was started."""
 
     file: BlockFile
     buffer: torch.Tensor

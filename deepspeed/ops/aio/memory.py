@@ -23,13 +23,13 @@ class _Pages(mmap.mmap):
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False) -> torch.Tensor:
-    """Allocate a zeroed uint8 tensor of `nbytes` bytes that begins on a page.
+    """Return a zeroed uint8 tensor (nbytes,) that is aligned to a page.
 
-    Pinned memory of torch has sizes of powers of two; this allocates only whole pages.
+    torch rounds the size of pinned memory up to a power of two, this function only to whole pages.
 
     Args:
-        nbytes: at least 1.
-        pin: lock the pages if there is a device; if the system refuses, log this once and leave them pageable.
+        nbytes: number of bytes, at least 1.
+        pin: whether the pages are locked if there is a device; if this fails, a warning is logged once.
     """
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # unsupported by the system or kernel

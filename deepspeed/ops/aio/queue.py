@@ -1,7 +1,6 @@
 """Queue of block requests for the NVMe tier and the public aio handle.
 
-The native library's threads run without the interpreter between two blocks; without the library, Python threads are
-used.
+The threads of the native library run without Python's interpreter; without the library, Python threads are used.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer do not saturate a disk; each re
 
 
 class IORequest(Protocol):
-    """Transfer of one tensor."""
+    """Interface of a transfer of one tensor from or to a file."""
 
     def wait(self) -> tuple[int, int]:
-        """Block until the transfer has ended; returns (errno or 0, bytes moved)."""
+        """Block until the transfer has ended; return (errno or 0, bytes moved)."""
         ...
 
     def done(self) -> bool:
-        """Whether the transfer has ended."""
+        """Return whether the transfer has ended."""
         ...
 
 
 class BlockQueue(Protocol):
-    """Queue of transfers between tensors and files: several blocks at a time, transfers in order of submission."""
+    """Interface of a queue of transfers between tensors and files: several blocks at a time, in order of submission."""
 
     def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> IORequest:
-        """Start the transfer of a contiguous CPU tensor; the transfer keeps a reference to the tensor."""
+        """Start the transfer of a contiguous CPU tensor, not to be used until it ends; `offset` is in bytes."""
         ...
 
     def stop(self) -> None:
@@ -48,12 +47,12 @@ class BlockQueue(Protocol):
 
 
 def block_queue(block_size: int, queue_depth: int, threads: int) -> BlockQueue:
-    """Create a queue with `queue_depth` x `threads` requests in flight, clamped to [4, 64].
+    """Create a queue with `queue_depth` x `threads` requests in flight, at least 4 and at most 64.
 
     Args:
         block_size: bytes per request (`aio.block_size`), rounded up to a multiple of `ALIGNMENT`.
-        queue_depth: `aio.queue_depth`.
-        threads: `aio.intra_op_parallelism`.
+        queue_depth: requests in flight per thread (`aio.queue_depth`).
+        threads: number of threads per transfer (`aio.intra_op_parallelism`).
     """
     block = -(-block_size // ALIGNMENT) * ALIGNMENT
     in_flight = min(max(queue_depth * threads, LEAST_IN_FLIGHT), MOST_IN_FLIGHT)
@@ -62,7 +61,7 @@ def block_queue(block_size: int, queue_depth: int, threads: int) -> BlockQueue:
 
 
 def cause_of(error: int, moved: int, wanted: int) -> str:
-    """Describe why a transfer was incomplete; "" if it was complete."""
+    """Describe why a transfer was incomplete, from the result of `wait` and the bytes wanted; "" if it was complete."""
     if error:
         return os.strerror(error)
     return "the file ended" if moved < wanted else ""
@@ -94,10 +93,10 @@ class NativeQueue:
     """Queue with native threads: transfers in order, `threads` blocks at a time; arguments are those of `ThreadQueue`.
 
     Attributes:
-        unfinished: transfers without a finished `wait`; references keep their memory alive.
+        unfinished: transfers without a finished `wait`, referenced to keep their tensors alive.
 
     Raises:
-        StorageError: the system has no more threads.
+        StorageError: the system cannot start a thread.
     """
 
     def __init__(self, library: ctypes.CDLL, threads: int, block: int) -> None:
@@ -114,11 +113,11 @@ class NativeQueue:
         return job
 
     def finish(self, job: int, moved: c_int64) -> int:
-        """Wait for a transfer and remove it."""
+        """Wait for a transfer, set `moved` to its bytes, and return its errno or 0."""
         return self._library.ds_io_wait(self._handle, job, ctypes.byref(moved))
 
     def is_over(self, job: int) -> bool:
-        """Whether every block of a transfer has moved or failed."""
+        """Return whether every block of a transfer has moved or failed."""
         return bool(self._library.ds_io_done(self._handle, job))
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Block I/O with Python threads: replaces the native queue on machines without the library."""
+"""Block I/O with Python threads, for machines without the native library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ThreadJob:
         return self.over.is_set()
 
     def move(self, start: int, stop: int, aligned_block: _AlignedBlock) -> tuple[int, int]:
-        """Move one block; returns (bytes moved, errno or 0). Fewer bytes with errno 0 mean the end of the file."""
+        """Move the bytes from `start` to `stop`; return (bytes moved, errno or 0). Fewer without errno: file end."""
         call = os.pwritev if self.writing else os.preadv
         position, refused = start, self.file.direct < 0
         while position < stop:
@@ -65,7 +65,7 @@ class ThreadQueue:
     """Queue with Python threads: transfers in order, `threads` blocks at a time.
 
     Args:
-        threads: requests in flight.
+        threads: number of threads, and so of requests in flight.
         block: bytes per request, a multiple of `ALIGNMENT`.
     """
 
@@ -119,7 +119,7 @@ class ThreadQueue:
 
 
 class _AlignedBlock:
-    """Aligned block of one thread, for memory that direct I/O does not support; allocated on first use."""
+    """Aligned buffer of one thread, for tensors that are not aligned for direct I/O; allocated on first use."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Tiled attention for protein models: memory is linear in the sequence length."""
+"""Attention for protein models in tiles, with memory linear in the sequence length."""
 
 from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 

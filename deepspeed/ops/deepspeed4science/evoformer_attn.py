@@ -1,8 +1,8 @@
-"""Evoformer attention with two biases, in tiles: softmax(QKᵀ/√D + b1 + b2) V, over L of `[B, N, L, H, D]`.
+"""Evoformer attention with two biases: softmax(QKᵀ/√D + b1 + b2) V, along L of `[B, N, L, H, D]`, computed in tiles.
 
-A tile is a block of rows of the score matrix, for some of the N sequences and all heads. Forward saves the log-sum-exp
-of each row (Dao et al. 2022, FlashAttention); backward recomputes the scores of each tile. Scores and softmax are fp32,
-or fp64 for fp64 inputs. (Jumper et al. 2021, AlphaFold 2, supplement, algorithms 7 and 8.)
+It is used in AlphaFold 2 (Jumper et al. 2021, supplement, algorithms 7 and 8). A tile is a block of rows of the score
+matrix, for some of the N sequences and all heads. Forward saves the log-sum-exp of each row, and backward recomputes
+the scores of each tile (FlashAttention, arXiv:2205.14135). Scores and softmax are fp32, or fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CPU_TILE, DEVICE_TILE = 2**19, 2**24
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:  # noqa: N802, N803
     """Compute attention along L with two biases, for each of N sequences and each head; memory is linear in L.
 
-    Second-order gradients are supported, but their backward needs whole score matrices. A row with only -inf scores is
-    NaN, as in `torch.softmax`.
+    Second-order gradients are supported, but need memory for whole score matrices. The result of a row with only -inf
+    scores is NaN, as in `torch.softmax`.
 
     Args:
         Q: queries `[B, N, L, H, D]`; fp32, bf16, fp16 or fp64, on any device. Under autocast its dtype is used.
@@ -89,7 +89,7 @@ class _Tiles:
         return tensor.transpose(1, 2).to(self.dtype, memory_format=torch.contiguous_format)
 
     def rows(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Yield slices of rows, each with the slices of sequences that form tiles with them."""
+        """Yield (slice of rows, slices of sequences); each of these slices of sequences gives a tile of the rows."""
         sequences, heads, length, _ = self.query.shape
         budget = CPU_TILE if self.query.device.type == "cpu" else DEVICE_TILE
         rows = min(max(budget // max(heads * length, 1), 1), length)
@@ -191,7 +191,7 @@ def _backward_of_entry(
 def _differentiable_gradients(
     inputs: Sequence[Any], needed: Sequence[bool], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients that are differentiable themselves, from whole score matrices."""
+    """Compute gradients of the needed inputs that are differentiable themselves, from whole score matrices."""
     query, key, value, mask, pair = inputs
     dtype = torch.promote_types(query.dtype, torch.float32)
     with _without_autocast(gradient.device.type):

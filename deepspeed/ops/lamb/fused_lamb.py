@@ -1,4 +1,4 @@
-"""LAMB: Adam's update, scaled for each parameter by the ratio of the norms of parameter and update."""
+"""LAMB optimizer: Adam's update, scaled for each parameter by the ratio of the norms of parameter and update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 class FusedLamb(GroupOptimizer):
-    """LAMB (You et al. 2020, algorithm 2), with the trust ratio clamped to [min_coeff, max_coeff].
+    """LAMB (arXiv:1904.00962, algorithm 2), with the trust ratio clamped to [min_coeff, max_coeff].
 
-    r = m' / (sqrt(v') + eps) + decay * p;  p -= lr * clamp(|p| / |r|) * r; the ratio is 1 if a norm is zero.
+    r = m' / (sqrt(v') + eps) + weight_decay * p;  p -= lr * clamp(|p| / |r|) * r, with Adam's bias-corrected moments m'
+    and v'. The ratio is 1 if a norm is zero.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class FusedLamb(GroupOptimizer):
         Args:
             params: whole tensors or group dicts (`optimizer.params.*` sets the other arguments).
             lr, bias_correction, betas, eps: as in `FusedAdam`.
-            eps_inside_sqrt: add eps before the square root instead.
+            eps_inside_sqrt: whether eps is added before the square root, instead of after it.
             weight_decay: multiple of the weights added to the update.
             max_grad_norm: must be 0; use `gradient_clipping` instead.
             max_coeff: maximum trust ratio.
@@ -45,7 +46,7 @@ class FusedLamb(GroupOptimizer):
 
         Raises:
             NotAvailableError: `amsgrad` is True.
-            OptimizerError: `max_grad_norm` is set.
+            OptimizerError: `max_grad_norm` is not 0, or a value is out of range.
         """
         if amsgrad:
             raise NotAvailableError("FusedLamb has no amsgrad; leave it out")

@@ -13,7 +13,7 @@ from deepspeed.ops.lion.fused_lion import lion_update
 
 
 class DeepSpeedCPULion(HostOptimizer):
-    """Lion with decoupled weight decay."""
+    """Lion in host memory, with decoupled weight decay; `lion_update` has the equation."""
 
     kernel = "ds_lion"
     moments = ("exp_avg",)
@@ -30,8 +30,11 @@ class DeepSpeedCPULion(HostOptimizer):
         """Create the optimizer; states are allocated at the first step. Other arguments are those of `FusedLion`.
 
         Args:
-            fp32_optimizer_states: for 16-bit parameters, keep momentum in fp32; False: in the parameters' dtype.
+            fp32_optimizer_states: whether the momentum of 16-bit parameters is fp32, instead of the parameters' dtype.
             moments_dtype: dtype of the momentum for all parameters; None: see `fp32_optimizer_states`.
+
+        Raises:
+            OptimizerError: a value is out of range.
         """
         super().__init__(
             model_params,
@@ -46,6 +49,6 @@ class DeepSpeedCPULion(HostOptimizer):
         lion_update(group, params, grads, states)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """Return the fields of `Lion` in optimizers.cpp."""
+        """Return the fields of the struct `Lion` in optimizers.cpp."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return lr, 1 - beta1, 1 - beta2, 1 - lr * group["weight_decay"]

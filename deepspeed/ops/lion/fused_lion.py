@@ -1,4 +1,4 @@
-"""Lion for device memory, with upstream's class name."""
+"""Lion for parameters and states on their own device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 def lion_update(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-    """Apply Lion (Chen et al. 2023, algorithm 2): p -= lr * (sign(b1 m + (1 - b1) g) + decay p); m = b2 m + (1 - b2) g.
+    """Apply Lion (arXiv:2302.06675): p -= lr (sign(b1 m + (1 - b1) g) + weight_decay p); m = b2 m + (1 - b2) g.
 
     Args:
-        group: `lr`, `betas`, `weight_decay`.
+        group: dict of `lr`, `betas` (b1, b2) and `weight_decay`.
         params: tensors, updated in place.
         grads: one gradient per tensor, of the same dtype.
-        states: one dict per tensor; filled at its first step.
+        states: one dict per tensor, empty before its first step; updated in place.
     """
     beta1, beta2 = group["betas"]
     for param, grad, state in zip(params, grads, states, strict=True):
@@ -30,7 +30,7 @@ def lion_update(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
 
 
 class FusedLion(GroupOptimizer):
-    """Lion with decoupled weight decay."""
+    """Lion with decoupled weight decay; `lion_update` has the equation."""
 
     def __init__(
         self,
@@ -47,7 +47,10 @@ class FusedLion(GroupOptimizer):
             lr: learning rate.
             betas: weight of the momentum in the sign, and decay rate of the momentum.
             weight_decay: weight decay, multiplied by the learning rate.
-            set_grad_none: `zero_grad()` sets gradients to None instead of zero.
+            set_grad_none: whether `zero_grad()` sets gradients to None, instead of zero.
+
+        Raises:
+            OptimizerError: a value is out of range.
         """
         self.set_grad_none = set_grad_none
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)

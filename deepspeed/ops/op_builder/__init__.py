@@ -1,4 +1,4 @@
-"""Operator builders with upstream's names. Nothing is compiled: an operator is a module here, or unavailable."""
+"""Operator builders with the names of upstream DeepSpeed. They return modules of this package; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OpBuilder:
     Attributes:
         NAME: name of the operator, the key of `deepspeed.ops.__compatible_ops__`.
         MODULE: module of the operator; None if this version does not have it.
-        INSTEAD: short description of the implementation here, or of the replacement.
+        INSTEAD: short description of the implementation in this package, or of the replacement.
     """
 
     NAME: ClassVar[str] = ""
@@ -60,16 +60,16 @@ class OpBuilder:
         return self.NAME
 
     def absolute_name(self) -> str:
-        """Return the import path of the operator, even if unavailable."""
+        """Return the import path of the operator; a path that does not exist if the operator is unavailable."""
         return self.MODULE or f"deepspeed.ops.{self.NAME}"
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether this torch is built for AMD GPUs."""
+        """Return whether this torch is built for AMD GPUs."""
         return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` works on this machine."""
+        """Return whether `load` works on this machine."""
         return self.MODULE is not None
 
     def load(self, verbose: bool = False) -> ModuleType:
@@ -97,7 +97,7 @@ class ShareMemCommBuilder(OpBuilder):
     INSTEAD = "collectives of one machine's CPU ranks"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the native library is available."""
+        """Return whether the native library is available."""
         return library() is not None
 
 
