@@ -1,4 +1,4 @@
-"""Prediction of a run's memory and time before it starts, and search for the best plan."""
+"""Prediction of a run's memory and step time before it starts, and search for the fastest configuration."""
 
 from deepspeed.planner.memory import MemoryCount, measure_memory, predict_memory
 

@@ -1,4 +1,4 @@
-"""`deepspeed --autotuning tune|run`: plans for a user's script, trials of the best, and upstream's result files."""
+"""Autotuner of `deepspeed --autotuning tune|run`: predicts plans for a script, tries the best, writes the results."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OPTIMAL, OPTIMAL_COMMAND = "ds_config_optimal.json", "cmd_optimal.txt"
 
 
 class Autotuner:
-    """Finds the best plan for a script.
+    """Search for the fastest plan (ZeRO stage, offload, micro-batch, recomputation, mesh) of a training script.
 
     Args:
-        args: the launcher's arguments: `user_script`, `user_args`; `launcher_options`, a list of options to forward
-            besides the number of ranks; `module` if the script is a module.
-        active_resources: slots by host.
+        args: the launcher's arguments: `user_script`, `user_args`; `launcher_options`, the launcher's options for the
+            trials (None: `--num_gpus` with the number of ranks); `module`, whether `user_script` is a module's name.
+        active_resources: device indices by host name.
 
     Raises:
-        ArgumentError: the arguments name no JSON, or its `autotuning` block is not enabled.
-        DeepSpeedConfigError: the JSON is invalid.
+        ArgumentError: the arguments name no JSON, `autotuning` is not enabled in it, or the global batch is unknown.
+        DeepSpeedConfigError: the JSON does not exist or is invalid.
     """
 
     def __init__(self, args: argparse.Namespace, active_resources: dict[str, list[int]]) -> None:
@@ -62,10 +62,10 @@ class Autotuner:
     # -- searching ------------------------------------------------------------------------------------------------
 
     def tune(self) -> Answer:
-        """Predict plans, try the best, and write the result files.
+        """Predict plans, try the best, and write the result files; returns all plans and the best one.
 
         Raises:
-            ArgumentError: the ranks cannot divide the global batch.
+            ArgumentError: the ranks cannot divide the global batch, or the configuration allows no plan.
         """
         self._results.mkdir(parents=True, exist_ok=True)
         self._experiments.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class Autotuner:
         return machine
 
     def _judged(self, machine: Machine) -> list[Judged]:
-        """Predict plans from a simulated run of the script; after an error, return those of the user's micro-batch."""
+        """Predict plans from a simulated run of the script; if it fails, return those near the user's micro-batch."""
         plans = [plan for plan in legal_plans(self._batch, machine) if self._wanted(plan)]
         if not plans:
             raise ArgumentError(
@@ -115,7 +115,7 @@ class Autotuner:
         return [Judged(plan, fits=True, reason="not predicted") for plan in likely]
 
     def _probe(self, folder: Path) -> str:
-        """Run the script up to its first forward, in a separate process; returns the error text."""
+        """Predict plans in a process that runs the script up to its first forward; returns the error, "" for none."""
         share = self._batch // self._script.ranks
         micro = next(size for size in [*range(2, share + 1), 1] if share % size == 0)
         config = TrainingPlan(0, "none", micro, share // micro, False).config(self._inside, "")
@@ -199,7 +199,7 @@ class Autotuner:
         (self._results / "summary.txt").write_text("\n".join(lines) + "\n")
 
     def print_tuning_results(self) -> None:
-        """Print the tables, the best plan and the paths of the files."""
+        """Print the table of plans, the summary and the best plan; nothing before `tune`."""
         if self.answer is None:
             return
         print(table(self.answer.judged, machine=self._machine))
@@ -211,7 +211,7 @@ class Autotuner:
             print(f"best: {best.plan.name}, {self.answer.best_time()} for an update; {self._results / OPTIMAL}")
 
     def write_optimal_config(self) -> None:
-        """Write the best plan's JSON and its command."""
+        """Write ds_config_optimal.json and cmd_optimal.txt to the results folder; nothing if no plan fits."""
         if self.answer is None or self.answer.best is None:
             return
         config = self.answer.best.plan.config(self._base, self._machine.folder) | {"train_batch_size": self._batch}
@@ -222,7 +222,7 @@ class Autotuner:
         (self._results / OPTIMAL_COMMAND).write_text(line + "\n")
 
     def run_after_tuning(self) -> int:
-        """Run the script with the best plan; returns its exit code."""
+        """Run the script with the file of `write_optimal_config`; returns its exit code, or 1 if no plan fits."""
         if self.answer is None or self.answer.best is None:
             return 1
         path = self._results / OPTIMAL
@@ -234,11 +234,11 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the entry point of `deepspeed --autotuning`.
 
     Args:
-        args: the mode, the hosts as JSON, the launcher's options as JSON, whether the script is a module (0, 1), the
-            script and its arguments.
+        args: the mode (`tune` or `run`), the device indices by host as JSON, the launcher's options as JSON, whether
+            the script is a module (0, 1), the script and its arguments; None: the command line.
 
     Returns:
-        0, or with `run` the exit code of the script; 1 if no plan fits, 2 if there was nothing to plan.
+        0, or with `run` the exit code of the script; 1 if no plan fits, 2 after an error, which is printed.
     """
     mode, hosts, options, module, script, *rest = list(sys.argv[1:] if args is None else args)
     launched = argparse.Namespace(

@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the plans; returns 0, 1 if no plan fits, 2 if there was nothing to plan."""
+    """Print the plans and write the best one's JSON, for the command line `args` (None: that of the process).
+
+    Returns:
+        0; 1 if no plan fits; 2 after an error, which is printed.
+    """
     options = parser().parse_args(args)
     try:
         config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}
@@ -74,7 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
-    """Try the best plans if the options request it; returns the answer."""
+    """Run trials of the best plans if the options request them; returns the ranked plans."""
     most = options.trials if options.trials >= 0 else MOST if options.machine == "here" else 0
     if not most or not (judged[0].fits or judged[0].perhaps):
         return confirm(judged, lambda _plan: TrialOutcome(None), 0)
@@ -91,7 +95,7 @@ def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[s
 
 
 def say_trial(tried: Judged) -> None:
-    """Print one line about a plan after its trial."""
+    """Print a plan's predicted and measured time, or why its trial failed; nothing for a plan without a trial."""
     outcome = tried.trial
     if outcome is not None:
         measured = f"measured {(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason

@@ -1,7 +1,7 @@
 """Simulated world of a prediction: this process is one rank, the others do not exist, and tensors have no values.
 
-`comm/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would use other
-ranks or values.
+`comm/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would need
+other ranks or values.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from deepspeed.zero.gradients.buckets import Bucket
 
 @contextlib.contextmanager
 def simulated_world(rank: int, size: int, **world: Any) -> Generator[None]:
-    """Simulate one rank in this process inside the context. Arguments and errors as in `fake_ranks`."""
+    """Simulate rank `rank` of `size` in this process inside the context. Arguments and errors as in `fake_ranks`."""
     with fake_ranks(rank, size, **world), without_values():
         yield
 
 
 @contextlib.contextmanager
 def without_values() -> Generator[None]:
-    """Let engines run without values and without other pipeline stages inside the context."""
+    """Let engines run on tensors without values, and without other pipeline stages, inside the context."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tensor_file.disks.replaced(SimulatedDisk))
         stack.enter_context(executor.other_stages.replaced(AbsentStages))
@@ -49,7 +49,7 @@ def without_values() -> Generator[None]:
 
 
 def _continued_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the positions of a whole sequence around this rank's, in place of those of absent ranks."""
+    """Return the position ids of the whole sequence, extrapolated from this rank's, since other ranks do not exist."""
     transformers_adapter.gather_positions(own, axis)  # for its message
     tokens = own.shape[1]
     before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
@@ -58,7 +58,7 @@ def _continued_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _send_zeros_of_absent_stages(sender: reducer.Reducer, bucket: Bucket) -> None:
-    """Send zeros for a bucket of a parameter copy whose gradients only absent stages have."""
+    """Reduce zeros for a bucket of tied parameters if only other pipeline stages compute their gradients."""
     if any(member.param.requires_grad for member in bucket.group.members) and not any(bucket.launches):
         bucket.prepare()
         bucket.touched = bytearray(b"\1" * len(bucket.touched))
@@ -69,7 +69,7 @@ _known_regions: plan.KnownRegions = {}  # all simulations draw the same values: 
 
 
 def _drawn_calls(calls: plan.Calls) -> tuple[plan.Calls, plan.KnownRegions]:
-    """Replace the recorded arguments of calls, which have no values, by random values."""
+    """Replace recorded arguments, which have no values, by random values; also returns the cache of known regions."""
     return {home: list(map(_drawn, each)) for home, each in calls.items()}, _known_regions
 
 

@@ -1,6 +1,6 @@
-"""Benchmark of this machine: rates of all ranks together, in less than a minute.
+"""Benchmark of this machine: compute, memory, message and disk rates while all ranks run, in less than a minute.
 
-Ranks synchronize before each measurement, so that all measure the same at the same time.
+Ranks synchronize before each measurement, so that all of them run the same operation at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 def measured_together(ranks: int) -> Figures:
-    """Measure with `ranks` processes at the same time; returns the slowest figures, or empty ones after an error."""
+    """Run `measure` in `ranks` processes at once; returns each rate of the slowest process, or {} after an error."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         command = [sys.executable, "-m", "deepspeed.planner.machine_benchmark", folder]
         environment = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}
@@ -58,12 +58,15 @@ def measured_together(ranks: int) -> Figures:
 
 
 def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Figures:
-    """Measure this process, per second: `matrix DTYPE SIDE` in operations, `bandwidth` in bytes, `fresh SIZE` in bytes
-    (extra cost of the first write to a new block), `launches` in operators, `random` in elements.
+    """Measure the rates of this process.
 
     Args:
         ranks: number of ranks that share the machine.
         meet: barrier, called before each measurement with its name.
+
+    Returns:
+        rates per second: `matrix DTYPE SIDE` in floating-point operations, `bandwidth` in bytes, `fresh SIZE` in bytes
+        (only the extra cost of the first write to a new block), `launches` in operators, `random` in elements.
     """
     figures: Figures = {}
     for kind, dtype in DTYPES.items():
@@ -99,7 +102,7 @@ def _threads(ranks: int) -> int:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Return the median time of a call."""
+    """Return the median seconds of a call."""
     call()
     times, end = list[float](), time.perf_counter() + _BRIEF_S
     while len(times) < 3 or time.perf_counter() < end:
@@ -119,7 +122,7 @@ def _launch_operators(y: torch.Tensor) -> None:
 
 
 def main() -> int:
-    """Measure as one of the ranks."""
+    """Measure as one rank; the command line is the folder for the result, the rank and the number of ranks."""
     folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(_threads(ranks))
 
@@ -141,7 +144,7 @@ _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
 
 
 def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
-    """Measure this machine for ranks that will share it.
+    """Measure this machine for ranks that will share it; failed measurements are described in `Machine.notes`.
 
     Args:
         ranks: number of ranks.
@@ -175,14 +178,14 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
 
 
 def _pairs(rates: Figures, kind: str) -> list[list[float]]:
-    """Return the figures of a kind, by size; 0 for an infinite rate."""
+    """Return [size, rate] of each measurement of a kind, by size; rate 0 means infinite."""
     pairs = [(float(name.removeprefix(kind)), rate) for name, rate in rates.items() if name.startswith(kind)]
     return [[size, rate if rate < _ENDLESS else 0.0] for size, rate in sorted(pairs)]
 
 
 def _collectives(ranks: int) -> tuple[float, float]:
-    """Start ranks and measure collectives: bytes per second of gathers and reductions, and seconds for a few bytes;
-    zeros after an error."""
+    """Measure collectives between `ranks` processes; returns the bus bandwidth in bytes per second and the seconds for
+    a few bytes, or zeros after an error."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         path = Path(folder, "curve.json")
         options = ["--all-reduce", "--all-gather", "--scan", "--maxsize", "24", "--trials", "10", "--no-plot"]

@@ -1,4 +1,4 @@
-"""Prediction of each rank's memory, by a run of the engine without values in one process."""
+"""Prediction of each rank's memory, by running the engine on tensors without values in one process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class MemoryCount:
     """Bytes of live tensors of one rank.
 
     Args:
-        peak: maximum during updates; in predictions, for ranks that run in step.
+        peak: maximum during updates; in predictions, for ranks that run in lockstep.
         at_peak: bytes at the peak by category (see `engine.memory_by_category`).
         at_rest: bytes between two updates.
-        birth: maximum until the engine was created.
-        disk: bytes on disks.
+        birth: maximum until the engine is created.
+        disk: bytes of offloaded state on disk.
         parameters: elements of the model, over all ranks.
         held: elements of this rank's model slice, before ZeRO shards them.
-        most: peak if ranks run as far apart as the limits allow, with more gradients in transit.
+        most: peak if other ranks lag as far behind as the engine allows, with more gradients in transit.
         host: part of `at_peak` in host memory if there is a device: offloaded state and buffers.
         measured: whether the figures are measured; else predicted.
     """
@@ -60,7 +60,7 @@ class MemoryCount:
 
     @property
     def on_host(self) -> int:
-        """Return the bytes in host memory, if there is a device."""
+        """Return the bytes in host memory; only meaningful if there is a device."""
         return sum(self.host.values())
 
     def table(self) -> str:
@@ -88,20 +88,20 @@ def predict_memory(
     optimizer: Any = None,
     updates: int = 3,
 ) -> MemoryCount:
-    """Predict the memory of a CPU rank by running the engine without values; takes seconds for any model size.
+    """Predict the memory of a CPU rank by running the engine on tensors without values; takes seconds for any model.
 
     Args:
-        model: a module, which does not change, or a callable that creates one, which then never has memory.
+        model: a module, which is copied, or a callable that creates one; its module is created without memory.
         config: dict, path or base64 of the JSON.
         world_size: number of ranks of the run.
         batch: one micro-batch of a rank; see `Program`.
         rank: rank to simulate.
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: a callable that creates one from parameters; None: the JSON's optimizer.
-        updates: number of updates to run; the third is like all later ones.
+        updates: number of updates to run; memory does not change after the third.
 
     Raises:
-        ArgumentError: the rank does not exist.
+        ArgumentError: the rank does not exist, `model` returns no module, or the output has no loss.
         UsageError: this process is already a rank of a run.
         DeepSpeedConfigError: the configuration is invalid.
     """
@@ -133,11 +133,14 @@ def simulate(
         rank: rank to simulate.
         size: number of ranks.
         beside: creates a context around the updates, such as a clock; `Program.run` calls the context's value.
-        late: other ranks are as late as the limits allow.
-        device: the rank has a device with its own memory: device kernels and backend messages, which need buffers
-            where CPU ranks read each other's memory.
+        late: whether other ranks lag as far behind as the engine allows.
+        device: whether the rank has a device with its own memory; its messages then need buffers, while CPU ranks
+            read each other's memory.
         per_host: ranks per host, for reductions that start within hosts; 0: `LOCAL_WORLD_SIZE`, or all.
         stage_outputs: outputs of pipeline parts from runs of other stages; the run adds its own.
+
+    Raises:
+        UnheardError: pipeline stages wait for each other's messages.
     """
     stage_outputs = {} if stage_outputs is None else stage_outputs
 
@@ -209,7 +212,7 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 @contextlib.contextmanager
 def _young_objects() -> Iterator[None]:
-    """Limit garbage collection inside the context to new objects, since imports leave a million others."""
+    """Restrict garbage collection inside the context to new objects, since imports create about a million others."""
     gc.freeze()
     try:
         yield
@@ -218,7 +221,7 @@ def _young_objects() -> Iterator[None]:
 
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each category that are not on the device."""
+    """Return the bytes of each category that are in host memory if there is a device."""
     parts, totals = engine._components, Counter[str]()
     totals[POOLS] = at_peak.get(POOLS, 0)
     if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):

@@ -1,4 +1,4 @@
-"""Mesh sizes that plans try in addition to data parallelism, and the keys that set them."""
+"""Mesh sizes that plans try in addition to data parallelism, and the configuration keys that set them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_STAGES = 8  # each is a run of its own
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Layout of the ranks.
+    """Sizes of the mesh axes besides data parallelism.
 
     Args:
         tensor: tensor-parallel ranks.
@@ -34,7 +34,7 @@ class MeshShape:
 
     @property
     def name(self) -> str:
-        """Return the name in results; "" for pure data parallelism."""
+        """Return the suffix of plan names; "" for pure data parallelism."""
         tensor = f"_tp{self.tensor}" if self.tensor > 1 else ""
         sequence = f"_sp{self.sequence}" if self.sequence > 1 else ""
         stages = f"_pp{self.stages}" if self.stages > 1 else ""
@@ -46,15 +46,15 @@ class MeshShape:
         return self.tensor * self.sequence * self.stages
 
     def shard_ranks(self, ranks: int) -> range:
-        """Return rank 0 and the ranks with the same model slice; ZeRO shards over them, or over `shard` of them."""
+        """Return the ranks, of `ranks`, with rank 0's model slice; ZeRO shards over them, or over `shard` of them."""
         return range(0, ranks // self.stages, self.tensor)
 
     def firsts(self, ranks: int) -> range:
-        """Return the first rank of each stage."""
+        """Return the first rank of each pipeline stage, of `ranks` ranks."""
         return range(0, ranks, ranks // self.stages)
 
     def ask(self, config: dict[str, Any]) -> None:
-        """Write the keys of this layout into a JSON."""
+        """Set the keys of this layout in `config`, in place."""
         if self.tensor > 1:
             config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": self.tensor}
         if self.sequence > 1:
@@ -65,8 +65,8 @@ class MeshShape:
             config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
 
     def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
-        """Return the bytes that a rank receives in an update with these numbers of reduce-scatters and all-gathers;
-        `whole` is the size of the whole model as communicated."""
+        """Return the bytes that a rank, of `ranks`, receives in an update with `reductions` reduce-scatters and
+        `gathers` all-gathers of a model of `whole` bytes."""
         group = len(self.shard_ranks(ranks))
         shard = self.shard or group
         copies = group // shard
@@ -91,7 +91,7 @@ def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
 
 
 def asks_for_axes(config: Any) -> bool:
-    """Return whether a JSON sets the mesh itself, or is invalid; plans then add no axis."""
+    """Return whether a configuration sets axes besides data parallelism, or is invalid; plans then add no axis."""
     try:
         return any(axis != "dp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
     except DeepSpeedConfigError:
@@ -99,7 +99,7 @@ def asks_for_axes(config: Any) -> bool:
 
 
 def unjudged(machine: Machine) -> list[str]:
-    """Return a line for each size of an axis that no plan has, with the reason."""
+    """Return lines of text with the axis sizes that no plan tries, and the reason."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
     lines, left = list[str](), sizes[_SIZES:]
     long = [size for size in sizes if size > _MOST_STAGES or size in left]

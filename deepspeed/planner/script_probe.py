@@ -39,7 +39,7 @@ class Heard:
 
     Args:
         model: copy of the model before the call.
-        config: the JSON.
+        config: the configuration.
         optimizer: a callable that creates one from parameters, or None.
         args, kwargs: arguments of the first forward.
     """
@@ -56,10 +56,10 @@ class _EndScript(BaseException):
 
 
 def listen(run: Callable[[], object], ranks: int) -> Heard:
-    """Call `run`, which runs a script, up to the script's first forward in a simulated world of `ranks` ranks.
+    """Run a script by calling `run`, in a simulated world of `ranks` ranks, until its engine's first forward.
 
     Raises:
-        ArgumentError: the script ends earlier.
+        ArgumentError: the script ends before its engine's first forward.
     """
     heard: list[Heard] = []
     usual = room.initialize
@@ -101,7 +101,7 @@ def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
     """Return a function that creates micro-batches of any size by repeating the script's `rows` samples.
 
     Raises:
-        ArgumentError: no tensor has that many rows.
+        ArgumentError: no tensor of the first micro-batch has `rows` rows.
     """
     whole: Any = list(heard.args) if heard.args else {**(heard.kwargs or {})}
     if not any(tensor.dim() and len(tensor) == rows for tensor in tensors_in(whole)):
@@ -122,7 +122,7 @@ def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
 
 
 def main() -> int:
-    """Run the prediction job in the folder, and write its plans there."""
+    """Predict the plans of the job in the folder `sys.argv[1]` and write them there; returns 0."""
     folder = Path(sys.argv[1]).absolute()
     job: dict[str, Any] = json.loads((folder / JOB).read_text())
     machine = Machine.load(job["machine"])
@@ -148,8 +148,13 @@ def main() -> int:
 
 
 def is_allowed(plan: TrainingPlan, limits: dict[str, Any]) -> bool:
-    """Return whether a plan is within the user's limits (`stages`, `least` and `most` samples of a micro-batch,
-    `micros`) and the script can run it. A script that calls forward, backward and step cannot run pipelines."""
+    """Return whether a plan is within the user's limits and needs no pipeline, which a training loop cannot run.
+
+    Args:
+        plan: the plan.
+        limits: `stages`, the ZeRO stages; `least` and `most`, the bounds of the micro-batch size; `micros`, the
+            micro-batch sizes, or None for all.
+    """
     micros = limits["micros"]
     sized = limits["least"] <= plan.micro <= limits["most"] and (micros is None or plan.micro in micros)
     return sized and plan.stage in limits["stages"] and plan.shape.stages == 1

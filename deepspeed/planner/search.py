@@ -1,4 +1,4 @@
-"""Search for the best legal plan of a run, and confirmation of the best predicted plans by trials."""
+"""Search for the fastest plan of a run, and confirmation of the best predicted plans by trials."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ _UPDATES = 2  # simulated; the second allocates as all that follow
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One plan for a run.
+    """One combination of the settings that the planner varies.
 
     Args:
         stage: ZeRO stage.
-        tier: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all` (also parameters).
+        tier: offload: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all` (also parameters).
         micro: samples of a micro-batch.
-        steps: micro-batches of a window.
-        recompute: whether blocks are recomputed in backward.
-        bucket: elements of `reduce_bucket_size`; 0: the JSON's value.
+        steps: gradient accumulation steps.
+        recompute: whether activations of blocks are recomputed in backward.
+        bucket: elements of `reduce_bucket_size`; 0: the user's value.
         shape: mesh sizes.
     """
 
@@ -88,20 +88,20 @@ class TrainingPlan:
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
 
     def holds_less_than(self, other: TrainingPlan) -> bool:
-        """Return whether the plan differs from another only by a smaller micro-batch."""
+        """Return whether the plan differs from `other` only by a smaller micro-batch."""
         return self.micro < other.micro and replace(self, micro=other.micro, steps=other.steps) == other
 
     @property
     def samples(self) -> float:
-        """Return a rank's share of an update's samples; ranks may process the same samples together."""
+        """Return the samples of an update per rank; ranks that process the same samples share them."""
         return self.micro * self.steps / self.shape.width
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
-        """Return the JSON of this plan.
+        """Return the configuration of this plan.
 
         Args:
-            base: the user's JSON.
-            folder: folder on the disk.
+            base: the user's configuration, as dict, path or base64; it does not change.
+            folder: folder for offload to disk; unused by plans without it.
         """
         config = copy.deepcopy(load_raw(base))
         config.pop("train_batch_size", None)
@@ -134,12 +134,12 @@ class Judged:
         plan: the plan.
         memory: memory of a rank; None: not predicted.
         time: time of an update; None: not predicted.
-        fits: whether the memory suffices however far ranks run apart.
-        perhaps: if `fits` is False, whether the memory suffices for ranks that run in step; a trial decides.
+        fits: whether the memory suffices even if other ranks lag as far behind as the engine allows.
+        perhaps: if `fits` is False, whether the memory suffices for ranks that run in lockstep; a trial decides.
         reason: reason why the plan was dropped or its trial failed; "" otherwise.
-        flops: operations of an update on one rank, including recomputation.
+        flops: floating-point operations of an update on one rank, including recomputation.
         trial: result of a short run; None if there was none.
-        least: bytes of device memory for ranks that run in step.
+        least: bytes of device memory for ranks that run in lockstep.
     """
 
     plan: TrainingPlan
@@ -159,11 +159,11 @@ class Judged:
 
     @property
     def worth(self) -> tuple[bool, bool, float, int]:
-        """Return the sort key among plans before any trial."""
+        """Return the sort key before trials: plans that fit, plans that may fit, others; each by predicted time."""
         return not self.fits, not self.perhaps, self.seconds, self.plan.micro
 
     def after_trials(self, too_large: list[TrainingPlan]) -> Judged:
-        """Return the plan with the memory that trials found; `too_large` are plans that ran out of memory."""
+        """Return the plan with `fits` corrected by its trial, or by `too_large`, the plans that ran out of memory."""
         if self.trial is not None:
             return replace(self, fits=not self.trial.out_of_memory and (self.fits or self.trial.seconds is not None))
         if self.fits and any(plan.holds_less_than(self.plan) for plan in too_large):
@@ -172,7 +172,7 @@ class Judged:
 
     @property
     def worth_after_trials(self) -> tuple[int, float]:
-        """Return the sort key among plans after trials; the sort is stable."""
+        """Return the sort key after trials: measured plans by time, untried, failed, too large ones."""
         if not self.fits:
             return 3, 0.0
         if self.trial is None:
@@ -182,13 +182,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Task:
-    """The run to plan.
+    """Run to plan.
 
     Args:
         model: see `Program`.
         batch: creates one micro-batch of a given number of samples.
         train_batch: samples of an update over all ranks, equal in all plans.
-        config: the user's JSON.
+        config: the user's configuration.
         loss: see `Program`.
         optimizer: see `Program`.
     """
@@ -202,7 +202,9 @@ class Task:
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Return every plan that keeps the global batch, sorted by decreasing memory.
+    """Return every data-parallel plan for a global batch of `train_batch` samples, largest micro-batches first.
+
+    Micro-batches have at most `most_micro` samples.
 
     Raises:
         ArgumentError: the ranks cannot divide the batch.
@@ -229,9 +231,10 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
 
 
 def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Return plans with another axis besides data parallelism that keep the global batch.
+    """Return plans with one more axis besides data parallelism, for a global batch of `train_batch` samples.
 
-    Each plan has one such axis, of a few sizes, with all state on the device, since each plan needs a simulated run.
+    Only a few sizes of each axis, without offload, since each plan needs a simulated run. Micro-batches have at most
+    `most_micro` samples.
     """
     plans = []
     for shape, stages in shapes(machine):
@@ -249,11 +252,11 @@ class SimulatedRun:
     """A simulated run of a plan, from which its memory and time are derived.
 
     Args:
-        memory: memory if ranks run as far apart as the limits allow.
-        least: memory if ranks run in step; equal to `memory` if that fits.
+        memory: memory if other ranks lag as far behind as the engine allows.
+        least: memory if ranks run in lockstep; equal to `memory` if that fits.
         recording: recording of the updates.
         steps: micro-batches per update.
-        config: the JSON.
+        config: the plan's configuration.
         others: runs of the other pipeline stages.
         crossing: bytes of the largest message between stages.
     """
@@ -273,7 +276,11 @@ class SimulatedRun:
 
 
 def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
-    """Simulate a plan, each pipeline stage separately; errors are raised."""
+    """Simulate a plan, each pipeline stage separately; errors of the engine are raised.
+
+    Raises:
+        NotAvailableError: the model, or the configuration, sets pipeline stages itself.
+    """
     steps, on_device, stages = min(plan.steps, 2), bool(machine.link), plan.shape.stages
     if stages > 1:
         steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
@@ -303,7 +310,7 @@ def judge(task: Task, plan: TrainingPlan, machine: Machine) -> Judged:
 
 
 def verdict(plan: TrainingPlan, run: SimulatedRun, machine: Machine) -> Judged:
-    """Evaluate a simulated run of a plan on a machine."""
+    """Predict the memory and time of a plan on a machine from its simulated run."""
     worst = max(run.stages, key=lambda each: device_bytes(each.memory, machine))
     memory, entries = worst.memory, run.recording.entries
     if plan.shape.width > plan.shape.stages and not any(entry.kind == MESSAGE for entry in entries):
@@ -339,7 +346,7 @@ def _itemsize(config: dict[str, Any]) -> int:
 
 
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
-    """Return a rank's peak bytes in the memory that `machine.memory` limits."""
+    """Return a rank's peak bytes on its device, or in host memory if the machine has no devices."""
     held = memory.on_host if machine.link else 0
     # The host's part is there from birth on, but for the states that the first update makes.
     early = held - memory.host.get("optimizer", 0) if machine.link else 0
@@ -347,7 +354,7 @@ def device_bytes(memory: MemoryCount, machine: Machine) -> int:
 
 
 def _too_large(memory: MemoryCount, machine: Machine) -> str:
-    """Describe the memory that is too small for a plan, and its largest category; "" if the plan fits."""
+    """Return the reason why the device or the host has too little memory, with the largest category; "" if none."""
     near, far = device_bytes(memory, machine), memory.on_host if machine.link else 0
     parts = {name: count - memory.host.get(name, 0) * bool(machine.link) for name, count in memory.at_peak.items()}
     if near > machine.memory:
@@ -396,11 +403,21 @@ def search(
     allowed: Callable[[TrainingPlan], bool] = lambda _plan: True,
     axes: bool = False,
 ) -> list[Judged]:
-    """Judge the allowed legal plans, the most promising first, until all are judged or the time is over.
+    """Predict plans of all kinds until none is left or the time is over.
 
-    At least one plan is judged, and each is reported at once. With `axes`, plans can have another axis besides data
-    parallelism, unless the JSON sets one. Result order: plans that fit, best first; plans that may fit; plans that do
-    not fit; plans that were not judged.
+    Args:
+        task: the run.
+        machine: the machine.
+        seconds: time limit; at least one plan is predicted.
+        report: called with each plan right after its prediction.
+        allowed: returns whether a plan may be tried.
+        axes: whether to try one more axis besides data parallelism; ignored if the configuration sets one.
+
+    Returns:
+        plans that fit, fastest first; plans that may fit; plans that do not fit or were not predicted.
+
+    Raises:
+        ArgumentError: the ranks cannot divide the global batch.
     """
     end = time.monotonic() + seconds
     plans = legal_plans(task.train_batch, machine)
@@ -453,7 +470,7 @@ def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
 
 
 def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
-    """Return whether narrow buckets may make a plan fit: gradients are reduced as they arrive, and state fits."""
+    """Return whether smaller buckets may make a plan fit: gradients are reduced during backward, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
@@ -467,7 +484,7 @@ def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) 
 MOST = 5
 """Maximum number of trials."""
 DARING = 2
-"""Maximum number of trials for plans that fit only if ranks run in step."""
+"""Maximum number of trials for plans that fit only if ranks run in lockstep."""
 
 
 @dataclass(frozen=True)
@@ -490,7 +507,7 @@ class Answer:
         return self.best is not None and self.best.trial is not None and not self.best.trial.reason
 
     def best_time(self) -> str:
-        """Describe the time of the best plan, measured or predicted."""
+        """Format the time of the best plan, measured or predicted."""
         best = self.best
         if best is None:
             return "nothing"
@@ -506,9 +523,13 @@ def confirm(
     most: int = MOST,
     report: Callable[[Judged], None] = lambda _judged: None,
 ) -> Answer:
-    """Try the best plans of `search`: those that fit, and a few that may fit if they are predicted to be as fast.
+    """Run trials of the fastest predicted plans: those that fit, and up to `DARING` that may fit.
 
-    `run` tries a plan, at most `most` times and at most `MOST`; `report` gets each plan that was tried.
+    Args:
+        judged: result of `search`.
+        run: runs the trial of a plan.
+        most: maximum number of trials; never more than `MOST`.
+        report: called with each plan after its trial.
     """
     tried: dict[TrainingPlan, Judged] = {}
     too_large: list[TrainingPlan] = []

@@ -1,7 +1,7 @@
 """Prediction of the time of a step, and of a pipeline's update: replays recorded traces on a machine.
 
 CPU ranks share cores and memory, so their messages overlap with nothing. The disk, and a device's link to its host,
-overlap with the update; only the longest of them counts.
+overlap with the optimizer update; only the longest of the three counts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StepTime:
     """Seconds of one update on one rank.
 
     Args:
-        compute: forward and backward of the window.
-        messages: gathers, reductions, publishes.
+        compute: forward and backward of all micro-batches.
+        messages: collectives and messages between ranks.
         update: optimizer update.
         disk: reads and writes.
         link: copies between host and device.
@@ -46,12 +46,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Return the total seconds."""
+        """Return the seconds of the update; `update`, `disk` and `link` overlap."""
         return self.compute + self.waiting + self.messages + max(self.update, self.disk, self.link)
 
     @property
     def limit(self) -> str:
-        """Return the largest part."""
+        """Return the name of the longest part."""
         parts = {name: getattr(self, name) for name in ("compute", "waiting", "messages", "update", "disk", "link")}
         return max(parts, key=lambda name: parts[name])
 
@@ -77,7 +77,7 @@ class UpdateTraffic:
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
-    """Record operators and messages of a step in a simulation; the yielded function names the following phase."""
+    """Record operators and messages of a simulated step; the yielded function marks the start of a named phase."""
     lanes: dict[tuple[int, ...], int] = {}
     recording.entries.clear()  # of a run that went no further for want of another stage's
     recording.blocks.clear()
@@ -99,11 +99,11 @@ def step_time(
     machine: Machine,
     moved: UpdateTraffic,
 ) -> StepTime:
-    """Replay a step.
+    """Predict the time of an update by replaying a recording.
 
     Args:
         recording: recording of several updates; operations marked `STEP` belong to an update, not to a micro-batch.
-        share: fraction of the recorded micro-batches in one update.
+        share: micro-batches of one update / recorded micro-batches.
         updates: number of recorded updates.
         machine: machine for the replay.
         moved: further traffic of an update.
@@ -132,8 +132,8 @@ def step_time(
 
 
 def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
-    """Return the seconds for first touches of new memory blocks, by phase: the C library maps large blocks anew each
-    time, page by page. Blocks from before the recording, and blocks that stay (state of the first update), cost
+    """Return the seconds of page faults in newly allocated blocks, by phase: the C library maps large blocks anew at
+    each allocation. Blocks from before the recording, and blocks that are not freed (state of the first update), cost
     nothing in later updates."""
     entries, sizes = recording.entries, dict[int, tuple[int, str]]()
     seconds: dict[str, float] = defaultdict(float)
@@ -149,7 +149,7 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
-    """Return the numbers of reductions and gathers of all parameters in an update."""
+    """Return how often an update reduces the gradients, and gathers the parameters, of the whole model."""
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
     gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
     return reductions, gathers
@@ -162,7 +162,7 @@ _LONGEST = 2  # micro-batches for each stage: with more of them a stage holds no
 
 
 def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
-    """Return the JSON's schedule for these numbers of stages and micro-batches.
+    """Return the configured pipeline schedule for `stages` stages and `micros` micro-batches.
 
     Raises:
         ArgumentError: the schedule does not support these numbers.
@@ -173,7 +173,7 @@ def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
 
 
 def enough(schedule: PipelineSchedule) -> int:
-    """Return the number of micro-batches after which a stage holds as much as in the whole window."""
+    """Return the number of micro-batches after which a stage has reached its peak memory."""
     return schedule.micros if schedule.name == "gpipe" else min(schedule.micros, _LONGEST * schedule.stages)
 
 
@@ -198,11 +198,11 @@ def window_time(
     """Return the time of an update over all stages.
 
     Args:
-        schedule: schedule of the window.
+        schedule: schedule of the micro-batches.
         phases: results of `seconds_of_phases` for each stage.
-        rests: each stage's time after the window (`compute` is ignored).
+        rests: each stage's time after its last micro-batch (`compute` is ignored).
         way: seconds of a message between stages.
-        shared: seconds to sum the gradients of parameters that several stages hold.
+        shared: seconds to sum the gradients of parameters that several stages share.
     """
     each = [[phases[part % schedule.stages].get(f"{op}{part // schedule.stages}", 0.0) for op in "FBW"]
             for part in range(schedule.parts)]  # fmt: skip

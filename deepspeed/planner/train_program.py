@@ -1,4 +1,4 @@
-"""Updates that both a prediction and a measurement run."""
+"""Training loop that predictions and measurements run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Program:
             the model's forward.
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: as in `deepspeed.initialize`: a callable that creates one from parameters, or None for the JSON's.
-        updates: number of updates; the third is like all later ones.
+        updates: number of updates.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -66,7 +66,11 @@ class Program:
         return {key: value for key, value in load_raw(self.config).items() if key not in OUTSIDE}
 
     def loss_of(self, engine: Any) -> torch.Tensor:
-        """Run forward on the micro-batch and return the loss."""
+        """Run forward on the micro-batch and return the loss.
+
+        Raises:
+            ArgumentError: the output has no tensor that requires gradients.
+        """
         batch = self.batch
         if isinstance(batch, Mapping):
             outputs = engine(**batch)
@@ -94,6 +98,10 @@ class Program:
             after: called after each engine call that can allocate memory.
             mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
                 backward (`B0`), and each `STEP`.
+
+        Raises:
+            ArgumentError: the output has no tensor that requires gradients.
+            NotAvailableError: `loss` is set and the model is a pipeline.
         """
         if isinstance(engine, PipelineEngine):
             self._run_windows(engine, after, mark)

@@ -50,7 +50,7 @@ class Script:
 
     @property
     def _place(self) -> int:
-        """Return the position of the JSON in the arguments."""
+        """Return the index of the JSON's path in the arguments; raises ArgumentError if there is none."""
         for position, word in enumerate(self.arguments):
             flag, _, joined = word.partition("=")
             if flag in _FLAGS and joined.endswith(".json"):
@@ -74,7 +74,7 @@ class Script:
         """Return the user's JSON and its `autotuning` block.
 
         Raises:
-            ArgumentError: the block is not enabled.
+            ArgumentError: the arguments name no JSON, or the block is not enabled.
             DeepSpeedConfigError: the file does not exist, or the block is invalid.
         """
         config = load_raw(str(self.json))
@@ -84,7 +84,16 @@ class Script:
         return config, block
 
     def with_json(self, path: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
-        """Return the arguments with the path of another JSON; `flags` (script flags by key) get values of `config`."""
+        """Return the script's arguments for another JSON.
+
+        Args:
+            path: path of the other JSON.
+            config: its content.
+            flags: flags of the script that are set to values of `config`, by key.
+
+        Raises:
+            ArgumentError: the arguments name no JSON.
+        """
         words, position = list(self.arguments), self._place
         before = words[position].rpartition("=")
         words[position] = f"{before[0]}{before[1]}{path}"
@@ -148,16 +157,16 @@ Source = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 
 
 def model_named(name: str, length: int) -> Source:
-    """Load the model of a name.
+    """Load a model; returns a function that creates it, and one that creates a micro-batch of a given size.
 
     Args:
-        name: `file.py:factory` or `package.module:factory`, a callable that returns a module, or (module, callable that
-            creates a micro-batch of a given size); or a folder with Transformers' config.json; or the name of one of
+        name: `file.py:factory` or `package.module:factory`, a callable that returns (module, callable that creates a
+            micro-batch of a given size); or a folder with Transformers' config.json; or the name of one of
             Transformers' model classes, which is created in its default size.
         length: tokens of a sequence, for Transformers models.
 
     Raises:
-        ArgumentError: the name does not exist, or returns no module.
+        ArgumentError: the name does not exist, the factory returns something else, or the model takes no tokens.
         NotAvailableError: Transformers is required and not installed.
     """
     return _from_script(name) if ":" in name else _from_transformers(name, length)
@@ -225,7 +234,7 @@ _FOREVER = 1 << 30  # a trial ends itself
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Train until the trial ends."""
+    """Train the model of the command line `args` (None: that of the process) until the trial ends the process."""
     parser = add_config_arguments(
         argparse.ArgumentParser(prog="deepspeed.planner.training_script", description=__doc__)
     )

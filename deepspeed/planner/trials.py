@@ -1,6 +1,6 @@
-"""A trial runs a plan for some updates with the launcher, in separate processes, with limits of time and memory.
+"""Trials: runs of a few updates of a plan, in separate processes, with limits of time and memory.
 
-A trial always returns a result: its measurements, or the reason of its failure.
+A trial always returns a result: its measurements, or the reason for its failure.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class TrialOutcome:
 
     Args:
         seconds: seconds of an update; None: not measured.
-        reason: reason of a failure; "" otherwise.
-        metrics: the figures, under the names of metrics.json.
-        took: seconds of the trial.
+        reason: reason for a failure; "" otherwise.
+        metrics: measurements, with the keys of metrics.json.
+        took: seconds from start to end of the trial.
         held: peak bytes observed on one rank.
-        out_of_memory: whether memory was the reason.
+        out_of_memory: whether the trial failed for lack of memory.
     """
 
     seconds: float | None
@@ -70,7 +70,7 @@ class TrialProcess(Protocol):
 
     @property
     def returncode(self) -> Any:
-        """Return the exit code."""
+        """Return the exit code; None while the process runs."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> Any: ...
@@ -79,10 +79,10 @@ class TrialProcess(Protocol):
 
 
 class TrialStarter(Protocol):
-    """Starts trials; `Command` is the built-in implementation."""
+    """Interface of objects that start trials; `Command` is the built-in implementation."""
 
     def line(self, config: str) -> list[str]:
-        """Return the command line for display."""
+        """Return the command line for display; `config` is the path of the trial's JSON."""
         ...
 
     def start(self, config: str, out: Any, err: Any) -> TrialProcess: ...
@@ -90,7 +90,7 @@ class TrialStarter(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """Starts trials with the launcher.
+    """Command that starts trials with the launcher.
 
     Args:
         options: the launcher's options, such as `--num_gpus 2`.
@@ -101,26 +101,26 @@ class Command:
     program: Sequence[str]
 
     def line(self, config: str) -> list[str]:
-        """Return the command line for a JSON path."""
+        """Return the command line; `config` is the path of the trial's JSON."""
         script = [word.replace("{config}", config) for word in self.program]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
 
     def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
-        """Start the launcher in its own session, with files for its output; Ctrl-C reaches it through this process."""
+        """Start the launcher, with files for its output, in its own session: Ctrl-C reaches only this process."""
         line = self.line(config)
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
 
 
 def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
-    """Return the JSON of a plan with a block for a trial that measures the updates from `first` to `last`."""
+    """Return a plan's configuration with an `autotuning` block: updates `first` to `last` are measured in `folder`."""
     block = {"enabled": True, "metric_path": str(folder / METRICS)}
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 
 
 def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limits: TrialLimits) -> TrialOutcome:
-    """Run a trial with a JSON of `trial_config`, and wait for its end.
+    """Run a trial with a configuration of `trial_config`, and wait for its end; a failure is in the result's `reason`.
 
-    The folder gets ds_config.json, cmd.txt, stdout.log, stderr.log and metrics.json.
+    The trial writes ds_config.json, cmd.txt, stdout.log, stderr.log and metrics.json to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
@@ -158,7 +158,7 @@ class _Watched:
 
     Attributes:
         held: peak bytes observed on each rank.
-        over_memory, timed_out: the limit that ended the trial.
+        over_memory, timed_out: whether that limit ended the trial.
     """
 
     def __init__(self, process: TrialProcess) -> None:
@@ -175,7 +175,9 @@ class _Watched:
         self.end()
 
     def until(self, end: float, limits: TrialLimits, metrics: Path) -> str:
-        """Wait until the trial ends or reaches a limit; returns the limit. `end` is on the monotonic clock.
+        """Wait until the trial ends or exceeds a limit; returns a message on that limit, or "".
+
+        `end` is in seconds of `time.monotonic`.
 
         After the file `metrics` exists, the ranks have a short time to end by themselves.
         """
@@ -223,7 +225,7 @@ class _Watched:
 
     @staticmethod
     def _bytes_held(pids: list[int], enough: int) -> int:
-        """Return the bytes of processes. Shared pages are divided only if the simple sum is above `enough`."""
+        """Return the bytes of processes; shared pages count proportionally only if the sum is above `enough`."""
         total = 0
         for pid in pids:
             with suppress(OSError):
