@@ -1,1 +1,1 @@
-"""Profiling of a model: operation counts, and time by module."""
+"""Profiling of a model: operation counts, time by module, live memory, timelines of ranks."""

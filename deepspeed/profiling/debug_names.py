@@ -1,4 +1,4 @@
-"""Names of modules and parameters for debugging, and prints whose lines do not mix."""
+"""Names of modules and parameters for debugging, and prints that processes do not interleave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _params: MutableMapping[Any, str] = WeakTensorKeyDictionary()
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
     """Store the names of a model's modules and parameters; shared ones get their first name.
 
-    No object is kept alive. A second model adds its names to those of the first.
+    Only weak references are stored. A second model adds its names to those of the first.
     """
     for names, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
         for name, part in named:
@@ -52,12 +52,12 @@ def debug_module2name_class(module: nn.Module) -> str:
 
 
 def ds_id(param: torch.Tensor) -> int | str:
-    """Return the id of a managed parameter, or "none"."""
+    """Return the id of a parameter that ZeRO manages, or "none"."""
     return getattr(param, "ds_id", "none")
 
 
 def ds_shape(param: torch.Tensor) -> torch.Size:
-    """Return the original shape of a parameter, sharded or not."""
+    """Return the shape of a parameter before ZeRO shards it."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 

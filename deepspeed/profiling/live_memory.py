@@ -1,8 +1,8 @@
 """Bytes of live tensors over time: every storage once, from its first use by an operator until its last view is freed.
 
-[Note: live bytes] The resident memory of a process is larger: freed blocks that the C library caches made it 1.2 to 1.9
-times as much. Storages are recorded when operators read or return tensors over them; buffers that an operator allocates
-and frees internally are not seen.
+[Note: live bytes] The resident memory of a process is larger: because of freed blocks that the C library caches it was
+1.2 to 1.9 times as large in measurements. Storages are recorded when operators read or return their tensors;
+buffers that an operator allocates and frees internally are not recorded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from deepspeed.ops.dispatch import DispatchMode
 
 
 class LiveMemory(DispatchMode):
-    """Context that counts live bytes.
+    """Context that counts the bytes of live tensors.
 
     Args:
-        category: returns the category of a storage from the allocating frame; called once per storage.
+        category: returns the category of a storage, given the Python frame that uses it first.
         foreign: returns whether a storage is another process's memory, which is not counted here.
 
     Attributes:
@@ -53,7 +53,7 @@ class LiveMemory(DispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> int:
-        """Count a tensor's memory from now on; returns the id of its storage, -1 for foreign memory."""
+        """Count a tensor's storage from now on; returns its number, or -1 for foreign, sparse and meta tensors."""
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
@@ -104,10 +104,10 @@ class LiveMemory(DispatchMode):
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
 
     def mark(self, kinds: Iterable[tuple[str, Iterable[torch.Tensor | None]]]) -> None:
-        """Set the category of tensors for their whole lifetime, whatever code allocated them; the latest call counts.
+        """Set the category of tensors, also for the past, in place of that of the constructor's `category`.
 
         Args:
-            kinds: (category, tensors); the first entry with a storage counts.
+            kinds: (category, tensors); a storage gets the category of the first entry that contains it.
         """
         categories: dict[int, str] = {}
         for category, tensors in kinds:
@@ -118,7 +118,7 @@ class LiveMemory(DispatchMode):
         self._made_as.update(categories)
 
     def restart_peak(self) -> None:
-        """Reset the peak."""
+        """Reset the peak to the bytes that are live now."""
         self._first, self.peak = len(self._events), self.total
 
     def at_peak(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Attribution of operations to modules, forward and backward.
 
 Forward operations belong to the running module. Backward operations belong to the module whose forward created the
-graph node: nodes are numbered in creation order, and hooks record the number where a module begins and ends. So a
-module whose inputs need no gradient keeps its backward, which hooks on tensors would attribute to another module.
+graph node: nodes are numbered in creation order, and hooks record the number where a module begins and ends. So
+the backward of a module whose inputs need no gradient is attributed to it, which tensor hooks could not do.
 [Note: again] Operations in backward with gradients enabled are a recomputed forward of a checkpoint.
 """
 
@@ -23,7 +23,11 @@ OUTSIDE = "(outside)"  # what no module of the model did
 
 
 class Attribution:
-    """Tracks the module of the current operation, between `hook` and `unhook`.
+    """Tracker of the module that runs the current operation, between `hook` and `unhook`.
+
+    Args:
+        model: the model.
+        ignore: types of modules; `where` returns no name for operations inside of them.
 
     Attributes:
         seconds: forward time of a module including its descendants, by name, on the host's clock.
@@ -41,7 +45,7 @@ class Attribution:
         self._hooks: list[Any] = []
 
     def hook(self) -> None:
-        """Add hooks to the modules."""
+        """Register forward hooks on all modules."""
         for module in self._names:
             self._hooks.append(module.register_forward_pre_hook(self._enter))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -53,7 +57,10 @@ class Attribution:
         self._running.clear()
 
     def where(self) -> tuple[str | None, int]:
-        """Return (name of the current operation's module or None, phase), with phase FORWARD, BACKWARD or AGAIN."""
+        """Return (module name, phase) of the current operation: phase FORWARD, BACKWARD or AGAIN (recomputation).
+
+        The name is `OUTSIDE` outside of all modules, and None inside of ignored ones.
+        """
         backward = self._in_backward()
         if self._running:
             whose = None if self._ignored else self._running[-1][0]
@@ -87,7 +94,7 @@ class Attribution:
         self._marks.append((torch.autograd._get_sequence_nr(), None if self._ignored else whose))
 
     def _name(self, module: nn.Module, above: str | None) -> str:
-        """Return the module's name; for a shared module, the name nearest to the module that runs above it."""
+        """Return the module's name; for a shared module, the one that fits its caller `above`."""
         names = self._names[module]
         if above is None or above == OUTSIDE:
             return names[0]

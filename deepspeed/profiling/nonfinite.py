@@ -1,4 +1,4 @@
-"""Search for the operation that produced the first non-finite value, while forward and backward are run again.
+"""Search for the operation that produced the first non-finite value, in a second run of forward and backward.
 
 An operation produced it if it returns NaN for inputs without NaN, or infinity for inputs without infinity. Minus
 infinity in a mask is not an error. Uninitialized memory is not checked.
@@ -29,10 +29,10 @@ class Finding(NamedTuple):
     """Origin of the first non-finite value.
 
     Attributes:
-        direction: input, forward, backward, or update.
-        module: name and class; for an input its position, for an update the parameter.
-        operation: the operation; empty for inputs and updates.
-        statistics: statistics of the tensor.
+        direction: "input", "forward", "backward", "forward again, in backward" (recomputation), or "update".
+        module: name and class of the module; for an input its position, for an update the parameter.
+        operation: name of the operator; "" for inputs and updates.
+        statistics: text of `describe` for the tensor with the value.
         inputs: inputs of the operation, for a dump.
     """
 
@@ -114,7 +114,7 @@ class Checker(DispatchMode):
 
 
 def first_input(inputs: Any) -> Finding | None:
-    """Return the first input with a NaN or plus infinity, as a finding."""
+    """Return the first tensor in `inputs` with a NaN or plus infinity as a finding; None if there is none."""
     for index, tensor in enumerate(tensors_in(inputs)):
         nan, inf, _ = kinds_in(tensor)
         if nan or inf:

@@ -1,4 +1,4 @@
-"""Parameters, operations and time of a model by module. Operations are counted at dispatch."""
+"""Parameters, floating-point operations and time of a model by module. Operations are counted at operator dispatch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ class _Mode(DispatchMode):
 
 
 class Counter(Attribution):
-    """Operations and seconds by module, while attached.
+    """Counter of floating-point operations and seconds by module, between `attach` and `detach`.
+
+    Args:
+        model: the model.
+        ignore: types of modules; operations inside of them are not counted.
 
     Attributes:
         own: operations of forward, backward and recomputation, by module name, without submodules.
@@ -80,14 +84,14 @@ class Counter(Attribution):
         self._mode: _Mode | None = None
 
     def attach(self, counting: bool = True) -> None:
-        """Start measuring times and, with `counting`, floating-point operations (microseconds of cost for each)."""
+        """Start measuring times and, with `counting`, operations; counting costs microseconds per operator."""
         self.hook()
         if counting:
             self._mode = _Mode(self)
             self._mode.__enter__()
 
     def detach(self) -> None:
-        """Stop; the figures remain."""
+        """Stop measuring; the results remain."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -102,7 +106,7 @@ class Counter(Attribution):
         self.own[whose][AGAIN] += again
 
     def totals(self) -> dict[str, list[int]]:
-        """Return the operations of each module including its descendants; "" is the model."""
+        """Return [forward, backward, recomputed] operations by module name, with descendants; "" is the model."""
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         for name, counts in self.own.items():
             if name != OUTSIDE:
@@ -122,19 +126,19 @@ class Counter(Attribution):
         return sum(self.seconds[n] for n in top)
 
     def without_formula(self, least: float = 0.01) -> list[tuple[str, float]]:
-        """Return operators without a formula whose share of all operator time is at least `least`, with the share."""
+        """Return (operator, share of all operator time) of operators without a formula, from `least` up."""
         shares = {name: took / self.seconds_in_operators for name, took in self.uncounted.items()}
         return sorted(((n, s) for n, s in shares.items() if s >= least), key=lambda row: -row[1])
 
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """Figures of one module including its descendants.
+    """Measurements of one module including its descendants.
 
     Attributes:
         params: distinct parameters, with original sizes if they are sharded.
-        forward: operations of forward.
-        backward: operations of backward, without recomputation.
+        forward: floating-point operations of forward.
+        backward: floating-point operations of backward, without recomputation.
         again: recomputed forward operations in backward: checkpoints, and the scores of fused attention.
         own: (forward, backward, again) of the module without its descendants.
         seconds: forward seconds on the host's clock.
@@ -149,10 +153,10 @@ class ModuleProfile:
 
 
 class FlopsProfiler:
-    """Counts the operations of a model at dispatch, by module.
+    """Profiler of a model: counts floating-point operations at operator dispatch, by module.
 
     Args:
-        model: any module; sharded ones count with their original sizes.
+        model: any module; sharded parameters count with their original sizes.
         ds_engine: the model's engine; the report then includes its batch, ranks and times.
         recompute_fwd_factor: accepted for old scripts without effect; recomputation is counted.
 
@@ -176,14 +180,18 @@ class FlopsProfiler:
         """Start counting operations of forward and backward.
 
         Args:
-            ignore_list: types of modules; operations inside of them are not counted.
+            ignore_list: types of modules; operations inside of them are not counted. None: all are counted.
         """
         self._ignore = tuple(ignore_list or ())
         self._start(counting=True)
         self._timed = self._counted
 
     def start_timing(self) -> None:
-        """Start measuring times without counting, which takes time; earlier operation counts remain."""
+        """Start measuring times without counting, which would slow the model; earlier operation counts remain.
+
+        Raises:
+            UsageError: `start_profile` was not called before.
+        """
         if self._counted is None:
             raise UsageError("start_timing() before start_profile(): nothing was counted yet")
         self._start(counting=False)
@@ -197,20 +205,20 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Stop; the figures remain."""
+        """Stop measuring; the results remain."""
         if self.started and self._timed is not None:
             self._timed.detach()
         self.started = False
 
     def reset_profile(self) -> None:
-        """Reset the figures; a running profile continues."""
+        """Delete the results; a running profile starts anew."""
         if self.started:
             self._start(counting=True)
         else:
             self._counted = self._timed = None
 
     def end_profile(self) -> None:
-        """Stop, and drop the figures."""
+        """Stop measuring and delete the results."""
         self.stop_profile()
         self._counted = self._timed = None
 
@@ -240,7 +248,11 @@ class FlopsProfiler:
         return self._counted, self._timed
 
     def rows(self) -> dict[str, ModuleProfile]:
-        """Return the figures by module name ("" is the model): sums of the module's own figures and its children's."""
+        """Return the measurements by module name ("" is the model), each including the module's descendants.
+
+        Raises:
+            UsageError: nothing was profiled. This and all methods that return or print results raise it.
+        """
         counted, timed = self._numbers
         totals = counted.totals()
         names = dict(self.model.named_modules(remove_duplicate=False))
@@ -262,26 +274,26 @@ class FlopsProfiler:
         return forward, backward, again
 
     def without_formula(self) -> list[tuple[str, float]]:
-        """Return the operators that are not counted, for lack of a formula, with their share of all operator time."""
+        """Return (operator, share of all operator time) of operators that are not counted, for lack of a formula."""
         return self._numbers[0].without_formula()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Return the operations of forward on this rank."""
+        """Return the floating-point operations of forward on this rank, as a number or as text such as "6.28 T"."""
         flops = self.rows()[""].forward
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Return the multiply-adds of forward on this rank: half of its operations."""
+        """Return the multiply-adds of forward on this rank (half of its operations), as a number or as text."""
         macs = self.rows()[""].forward // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds of forward; without `start_timing`, they include the time for counting."""
+        """Return the seconds of forward, as a number or as text; without `start_timing` they include counting."""
         seconds = self.rows()[""].seconds
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return the number of distinct parameters, in original sizes."""
+        """Return the number of distinct parameters before sharding, as a number or as text."""
         params = sum(p.numel() for p in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -295,14 +307,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the summary, the largest modules of each depth, and the model with its figures.
+        """Print the summary, the largest modules of each depth, and the tree of modules with their measurements.
 
         Args:
             profile_step: step number for the heading.
-            module_depth: maximum depth; -1: all.
-            top_modules: number of module classes per depth.
+            module_depth: maximum depth of listed modules; -1: all.
+            top_modules: number of module classes listed per depth.
             detailed: include the tree of modules.
-            output_file: file to append to instead of standard output.
+            output_file: file to append to; None: standard output.
         """
         text = Report(self, module_depth, top_modules).whole(profile_step, detailed)
         if output_file is None:
@@ -336,7 +348,7 @@ def get_model_profile(
 
     Args:
         model: any module.
-        input_shape: shape of one input tensor of zeros, with the model's dtype and device.
+        input_shape: shape of one input tensor of zeros, with the model's dtype and device; None: no such tensor.
         args: positional inputs, instead of or after `input_shape`.
         kwargs: keyword inputs.
         print_profile: print the report.

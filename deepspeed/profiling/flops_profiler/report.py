@@ -1,4 +1,4 @@
-"""Text of a profile."""
+"""Text report of a `FlopsProfiler`."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Format multiply-adds: '3.14 TMACs'."""
+    """Format multiply-adds: '3.14 TMACs'. Arguments as in `number_to_string`."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Format operations, or operations per second; upstream uses the same unit for both: '6.28 TFLOPS'."""
+    """Format operations or operations per second: '6.28 TFLOPS'. Arguments as in `number_to_string`."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Format bytes: '1.50 GB'."""
+    """Format bytes: '1.50 GB', with G for 1e9. Arguments as in `number_to_string`."""
     return f"{number_to_string(b, units, precision)}B"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Format seconds: '76.39 ms'."""
+    """Format seconds: '76.39 ms'. Arguments as in `number_to_string`."""
     return f"{number_to_string(duration, units, precision)}s"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number of parameters: '336.23 M', with B for 1e9."""
+    """Format a number of parameters: '336.23 M', with B for 1e9. Arguments as in `number_to_string`."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units, precision).replace("G", "B").strip()
 
 
 class Report:
-    """Text of a profile.
+    """Text report of a profile.
 
     Args:
         profiler: profiler after `stop_profile`.

@@ -1,4 +1,4 @@
-"""Timeline of the ranks, recorded by `engine/timeline.py`: spans as shares of the step, a trace and a picture."""
+"""Timeline of the ranks, recorded by `engine/timeline.py`: time by category, a Chrome trace and a picture."""
 
 from deepspeed.profiling.timeline.modules import ModuleSpans
 from deepspeed.profiling.timeline.segments import RankRecord

@@ -28,7 +28,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 class ModuleSpans:
-    """Hooks on all modules of a model, until `remove`.
+    """Hooks that record the forward and backward spans of all modules of a model, until `remove`.
 
     Args:
         model: the model; the engine records the span of the root module.
@@ -93,7 +93,7 @@ class ModuleSpans:
         self._turn(name)
 
     def _end(self, name: str, above: str, _gradients: Any) -> None:
-        """End the backward of a module, whose input has its gradient."""
+        """End the backward of a module when the gradient of its input is computed; `above` is the module's caller."""
         if self._since and (self._module == name or self._module.startswith(f"{name}.")):
             self._turn(above)
 

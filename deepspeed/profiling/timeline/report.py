@@ -1,7 +1,7 @@
 """Output of a timeline: a table with advice, a picture, and Chrome trace events.
 
-Slices on one track must nest, or Perfetto does not draw them: spans of a thread nest by themselves; messages and disk
-transfers are distributed over as many tracks as overlap.
+Perfetto draws slices on one track only if they nest. Spans of one thread do; messages and disk transfers that overlap
+get separate tracks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _BESIDE = {FLIGHT: "messages", TRANSFER: "disk"}
 
 
 def trace(timeline: Any) -> dict[str, Any]:
-    """Return the trace file as JSON values; times are microseconds since the first mark."""
+    """Return the Chrome trace as JSON values; times are microseconds since the start of the first update."""
     zero = min(record.marks[0] for record in timeline.records)
     events: list[dict[str, Any]] = []
     for record in timeline.records:
@@ -129,7 +129,7 @@ def trace(timeline: Any) -> dict[str, Any]:
 
 
 def lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield spans, each with the first lane in which it overlaps no earlier span."""
+    """Yield (lane, span) in order of begin, with the lowest lane number in which the span overlaps no earlier one."""
     ends: list[int] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         lane = next((index for index, end in enumerate(ends) if end <= span.begin), len(ends))

@@ -1,7 +1,8 @@
 """Segments of a rank's time, and the split of message time into waiting for a straggler and communication.
 
-The innermost span counts. A slow backward on one rank appears as waiting in the next collective of all others. So each
-wait is attributed to the rank that came last, and to the segment in which that rank took longer than the others.
+Of nested spans, the innermost counts. A slow backward on one rank appears as waiting of all other ranks in the next
+collective. So each wait is attributed to the rank that joined the collective last, and to the segment in which that
+rank took longer than the others.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class RankRecord(NamedTuple):
     Attributes:
         rank: global rank.
         spans: spans sorted by begin, on the clock of rank 0.
-        marks: nanoseconds at which updates ended; one more than there are updates.
-        main: thread that called the engine.
-        lost: number of spans that did not fit.
+        marks: nanoseconds of the start of the first update and of the end of each update.
+        main: id of the thread that called the engine.
+        lost: number of spans that did not fit into the ring buffer.
     """
 
     rank: int
@@ -60,11 +61,11 @@ class RankRecord(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A time segment with one innermost span.
+    """Time segment with one innermost span.
 
     Attributes:
         begin, end: nanoseconds.
-        category: one of `CATEGORIES`, with CALL, WAIT and REDUCE separate.
+        category: one of `CATEGORIES`; CALL, WAIT or REDUCE before `Waits` splits messages.
         label, module: those of the span.
     """
 
@@ -120,7 +121,7 @@ def _piece(begin: int, end: int, active: list[Span]) -> Segment:
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge intervals to disjoint ones, sorted by begin."""
+    """Merge intervals into disjoint ones, sorted by begin."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -151,7 +152,7 @@ class Charge(NamedTuple):
     """Waiting that one rank caused.
 
     Attributes:
-        rank: the rank that came last.
+        rank: the rank that joined collectives last.
         nanoseconds: waiting of all other ranks together, in all updates.
         usual: waiting of all other ranks together in the median update, which one outlier does not change.
         category, module: the segment in which the rank exceeded the others most.
@@ -167,7 +168,7 @@ class Charge(NamedTuple):
 
 
 class Waits:
-    """Splits message time into waiting for a rank and communication.
+    """Split of message time into waiting for a rank and communication.
 
     Args:
         records: records of all ranks.
@@ -216,7 +217,8 @@ class Waits:
     def _last(self, index: int, piece: Segment) -> tuple[int, int]:
         """Return (rank position, time) of the last rank to arrive at the message of a segment; (-1, 0) if none is late.
 
-        A CALL segment is a collective that all ranks enter. A WAIT segment's message leaves when the other call ends.
+        A CALL segment is a collective that all ranks enter. The message of a WAIT segment is sent at
+        the end of the other rank's call.
         """
         if piece.label.startswith("gather of ") and piece.category != CALL:
             return self._busiest(index, piece, whole=False)
@@ -237,7 +239,8 @@ class Waits:
     def _busiest(self, index: int, piece: Segment, whole: bool) -> tuple[int, int]:
         """Return the peer that worked longest during a segment, and the end of its work within the segment.
 
-        (-1, 0) if none worked. `whole`: count all categories but waiting, not only those before a slice is new.
+        (-1, 0) if none worked. `whole`: count all categories but waiting; else only those that delay new values of
+        parameters, such as the optimizer update.
         """
         late, longest, when = -1, 0, 0
         for other, of_rank in enumerate(self._busy):
@@ -255,20 +258,20 @@ class Waits:
         return late, when
 
     def totals(self, index: int) -> list[dict[tuple[str, str], int]]:
-        """Return a rank's nanoseconds by category and module, for each update."""
+        """Return the nanoseconds by (category, module) of the rank at position `index`, for each update."""
         totals: list[dict[tuple[str, str], int]] = [defaultdict(int) for _ in self._marks[index][1:]]
         for piece in self.pieces[index]:
             totals[self._update(index, piece)][piece.category, piece.module] += piece.end - piece.begin
         return totals
 
     def usual(self, index: int) -> dict[tuple[str, str], float]:
-        """Return a rank's nanoseconds in the median update, by category and module."""
+        """Return the medians over updates of the nanoseconds of `totals`, by (category, module)."""
         updates = self.totals(index)
         keys = {key for update in updates for key in update}
         return {key: median(update.get(key, 0) for update in updates) for key in keys}
 
     def charges(self) -> list[Charge]:
-        """Return the waiting by causing rank, the largest first."""
+        """Return the waiting by causing rank, the largest `usual` first."""
         totals = [self.usual(index) for index in range(len(self.pieces))]
         charges = []
         for late, caused in self._caused.items():

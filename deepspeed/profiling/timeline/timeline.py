@@ -27,14 +27,14 @@ _MUCH = 0.05  # of the step that is waited for one rank: then that rank limits i
 
 
 class Limit(NamedTuple):
-    """Largest part of a step.
+    """Bottleneck of a step.
 
     Attributes:
         category: one of `CATEGORIES`.
         module: module or group of parameters; may be empty.
         rank: the rank that others wait for; None: the limit applies to all ranks.
-        share: share of the step.
-        advice: suggested change.
+        share: fraction of the step's time.
+        advice: suggested change of the configuration.
     """
 
     category: str
@@ -113,7 +113,7 @@ class Timeline:
         return total / scale, hidden / scale
 
     def received(self) -> dict[str, int]:
-        """Return the bytes received from other ranks or disks, by label; all updates, all ranks."""
+        """Return the bytes that all ranks received from other ranks or disks in all updates, by label."""
         bytes_by_source: dict[str, int] = defaultdict(int)
         for record in self.records:
             for span in record.spans:
@@ -123,12 +123,12 @@ class Timeline:
 
     @cached_property
     def charges(self) -> list[Charge]:
-        """Return the waiting by causing rank, the largest first."""
+        """Return the waiting by causing rank, the largest `usual` first."""
         return self._waits.charges()
 
     @cached_property
     def limit(self) -> Limit:
-        """Return the limit of the median update: the rank that others wait for, or a larger part on every rank."""
+        """Return the bottleneck of the median update: a rank that others wait for, or the longest category."""
         totals = [self._waits.usual(index) for index in range(len(self.records))]
         whole = sum(sum(total.values()) for total in totals) / len(totals)
         by_rank: list[dict[str, float]] = [defaultdict(float) for _ in totals]
@@ -160,5 +160,9 @@ class Timeline:
         return trace(self)
 
     def picture(self, path: str | Path) -> None:
-        """Write a picture of the last update; needs matplotlib."""
+        """Write a picture of the last update; the suffix of `path` determines the format.
+
+        Raises:
+            NotAvailableError: matplotlib is not installed.
+        """
         draw(self, path)
