@@ -1,1 +1,1 @@
-"""Optimizer step on plain tensors: schedules, loss scale, accumulation, clipping, update."""
+"""Parts of the optimizer step: optimizers, learning-rate schedules, loss scale, gradient norms, compute dtypes."""

@@ -1,4 +1,4 @@
-"""Construction of the JSON's optimizer, with checked parameters."""
+"""Construction of the configured optimizer, with checks of its parameters."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], error: type[ArgumentError]) -> Any:
-    """Return `cls(first, **params)`; raises `error` for an unknown or missing key, or a value that the class rejects.
+    """Return `cls(first, **params)`.
 
-    `first` are parameter groups or the optimizer, `params` are the values of the JSON's `section`.
+    Args:
+        section: section of the configuration for error messages, "optimizer" or "scheduler".
+        cls: class of the optimizer or scheduler.
+        first: parameter groups for an optimizer, the optimizer for a scheduler.
+        params: `params` of the section.
+        error: class of the error for an unknown or missing key, or a value that `cls` rejects.
     """
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     names = [p.name for p in accepted]
@@ -178,8 +183,8 @@ def build_optimizer(
         type_name: adam, adamw, adagrad, lamb, lion, muon or sgd in any case, or the exact name of a class of
             torch.optim (`optimizer.type`).
         params: arguments of the class, and `torch_adam`, `adam_w_mode` for Adam (`optimizer.params`).
-        groups: tensors, or group dicts whose values override `params`; the dict objects are kept.
-        on_host: the state will be in host memory or on a disk, and the CPU updates it.
+        groups: tensors, or group dicts whose values override `params`; the optimizer uses the dicts themselves.
+        on_host: whether the state is offloaded to host memory or disk, so that the CPU runs the update.
 
     Raises:
         OptimizerError: an unknown type or parameter, or a value that the class rejects.
@@ -215,7 +220,11 @@ def build_optimizer(
 def build_configured(
     config: DeepSpeedConfig, groups: Sequence[dict[str, Any]] | Sequence[Tensor]
 ) -> torch.optim.Optimizer:
-    """Create the optimizer of a configuration that has one. Errors as in `build_optimizer`."""
+    """Create the optimizer of a configuration; `groups` and errors as in `build_optimizer`.
+
+    Raises:
+        OptimizerError: also if the configuration names no optimizer.
+    """
     section = config.optimizer
     if section is None or not section.type:
         raise OptimizerError("the configuration names no optimizer")
@@ -227,9 +236,9 @@ def build_configured(
 
 
 def leave_embeddings_to_adam(model: nn.Module) -> None:
-    """Mark embeddings and output heads for Muon's AdamW part, since they are lookup tables, not linear maps.
+    """Set `use_muon` to False on parameters of embeddings and output heads, so that `Muon` updates them with AdamW.
 
-    A user's mark on a parameter (`param.use_muon`) is kept.
+    Parameters that have the attribute already keep its value.
     """
     heads = {id(getattr(model, "get_output_embeddings", lambda: None)())}
     for name, module in model.named_modules():

@@ -46,7 +46,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
-    """Return the exact sums as numbers, from one call of the native library; None if it cannot compute them."""
+    """Return each tensor's float64 sum of squares, from one native call; None if the library does not support them."""
     native = library()
     if native is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
         return None
@@ -71,7 +71,7 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
 def clip_factor(norm: float, limit: float) -> float:
     """Return the factor that limits the gradient norm to `limit` (Pascanu et al., 2013; formula of torch).
 
-    A `limit` (`gradient_clipping`) of 0 disables clipping.
+    The factor is 1 if `limit` (`gradient_clipping`) is 0 or `norm` is not finite.
     """
     if limit <= 0.0 or not math.isfinite(norm):
         return 1.0
@@ -82,13 +82,13 @@ Params = Iterable[torch.Tensor]
 
 
 class CheckOverflow:
-    """Checks gradients for infinities and NaN, on all ranks.
+    """Check of gradients for infinities and NaN, on all ranks.
 
     Args:
-        param_groups: default groups for `check`: an optimizer's groups, or lists of parameters.
-        mpu: the client's model-parallel unit, an object with `get_model_parallel_group`. If given, the result is
+        param_groups: default groups for `check`: an optimizer's groups, or lists of parameters; None: no groups.
+        mpu: model-parallel unit as in Megatron, an object with `get_model_parallel_group`. If set, the result is
             reduced over that group only, since the data-parallel ranks have the same gradients.
-        zero_reduce_scatter: gradients are sharded over all ranks, so the result is reduced over all (as without `mpu`).
+        zero_reduce_scatter: whether to reduce over all ranks even with `mpu`, since gradients are sharded over all.
         deepspeed: accepted for old scripts without effect; an engine does this check in `step`.
 
     Example:
@@ -107,7 +107,11 @@ class CheckOverflow:
         self.mpu, self.zero_reduce_scatter = mpu, zero_reduce_scatter
 
     def check(self, param_groups: Iterable[Any] | None = None) -> bool:
-        """Return whether any rank has a non-finite gradient. All ranks must call this."""
+        """Return whether a gradient on any rank is not finite. All ranks must call this.
+
+        Args:
+            param_groups: groups to check; None: those of the constructor.
+        """
         return self.has_overflow(self.params if param_groups is None else self._flat(param_groups))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
@@ -115,7 +119,7 @@ class CheckOverflow:
 
         Args:
             norm_group: norms of this rank's gradients.
-            reduce_overflow: combine the result of all ranks; makes the call collective.
+            reduce_overflow: whether to combine the results of all ranks, which then must all call this.
         """
         overflow = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
         return self._anywhere(overflow) if reduce_overflow else overflow
@@ -125,7 +129,10 @@ class CheckOverflow:
         return any(self._has_inf_or_nan(grad) for p in params if (grad := p.grad) is not None)
 
     def has_overflow(self, params: Params, has_moe_params: bool | None = None) -> bool:
-        """Return whether a gradient on any rank is not finite. All ranks must call this."""
+        """Return whether a gradient of `params` on any rank is not finite. All ranks must call this.
+
+        `has_moe_params` is accepted without effect.
+        """
         return self._anywhere(self.has_overflow_serial(params))
 
     def _anywhere(self, overflow: bool) -> bool:
@@ -155,10 +162,11 @@ def get_grad_norm(
     """Return the norm of all gradients as one vector.
 
     Args:
-        parameters: one or several; parameters without a gradient are ignored.
+        parameters: one or several parameters; those without a gradient are ignored.
         norm_type: p of the p-norm; inf: the largest magnitude.
-        mpu: a client's unit with `get_model_parallel_group` and `get_model_parallel_rank`. The norm is then over its
-            ranks; parameters marked `model_parallel` differ between ranks, and the others count once.
+        mpu: model-parallel unit with `get_model_parallel_group` and `get_model_parallel_rank`; None: this rank alone.
+            With it, the norm is over the group's ranks; parameters marked `model_parallel` differ between ranks, and
+            the others count once.
 
     Returns:
         0-d tensor.
@@ -193,7 +201,7 @@ def clip_grad_norm_(
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Combine 2-norms of vectors to the 2-norm of their concatenation: sqrt(sum of squares)."""
+    """Combine 2-norms of vectors into the 2-norm of their concatenation: sqrt(sum of squares)."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 

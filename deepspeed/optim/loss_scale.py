@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: static, or dynamic with overflows."""
+"""Static and dynamic loss scaling for fp16 (Micikevicius et al., 2018)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScaler:
-    """A static loss scale; after an overflow, the step is skipped."""
+    """Static loss scale; after an overflow, the engine skips the step but keeps the scale."""
 
     dynamic = False
 
@@ -31,19 +31,19 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """Return the scale; clients read this name."""
+        """Return the scale; alias of `scale`."""
         return self.scale
 
     @property
     def cur_scale(self) -> float:
-        """Return the scale; clients also read this name."""
+        """Return the scale; alias of `scale`."""
         return self.scale
 
     def update(self, overflow: bool) -> None:
-        """Record the result of a step; `overflow`: gradients were not finite, and the step was skipped."""
+        """Do nothing, since the scale is static. `overflow`: whether gradients were not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the counters for its next change."""
+        """Return the scale; for a dynamic scale, also the counters that determine its next change."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that decreases after overflows and increases after a window of steps without overflow."""
+    """Dynamic loss scale, which decreases after overflows and increases after a window of steps without overflow."""
 
     dynamic = True
 
@@ -75,7 +75,7 @@ class DynamicLossScaler(LossScaler):
             min_scale: the smallest scale (`fp16.min_loss_scale`).
             delayed_shift: overflows before a decrease, the hysteresis (`fp16.hysteresis`).
             consecutive_hysteresis: reset the hysteresis after a step without overflow (`fp16.consecutive_hysteresis`).
-            raise_error_at_min_scale: raise an error on an overflow at the smallest scale.
+            raise_error_at_min_scale: raise LossScaleError on an overflow at the smallest scale; False: keep the scale.
             dtype: compute dtype, for the error message.
         """
         super().__init__(init_scale)
@@ -91,6 +91,9 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         """Decrease or increase the scale after a step.
+
+        Args:
+            overflow: whether gradients were not finite, so that the step was skipped.
 
         Raises:
             LossScaleError: gradients overflowed at the smallest scale.
@@ -138,7 +141,7 @@ def CreateLossScaler(  # noqa: N802 - the interface's name
         dtype: compute dtype.
         static_loss_scale: the static scale.
         dynamic_scaling: use a dynamic scale instead.
-        dynamic_loss_args: arguments of `DynamicLossScaler`, with this module's constants as keys.
+        dynamic_loss_args: arguments of `DynamicLossScaler`, with this module's constants as keys; None: defaults.
 
     Returns:
         The scaler.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the JSON, torch's schedulers, and command-line options for tuning."""
+"""Learning-rate schedules: DeepSpeed's five, torch's by name, and command-line options for tuning them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PerGroup = float | Sequence[float]
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer: `optimizer` itself or its attribute `.optimizer`.
+    """Return the torch optimizer: `optimizer` itself, or the one inside of wrappers with an attribute `.optimizer`.
 
     Raises:
-        SchedulerError: neither is a torch optimizer.
+        SchedulerError: there is no torch optimizer.
     """
     inner = optimizer
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
@@ -58,7 +58,7 @@ class LRSchedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance to the next or the given iteration, and set the rates of the groups."""
+        """Advance to `last_batch_iteration` (None: to the next iteration) and set the rates of the groups."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._last_lr = self._apply()
@@ -74,7 +74,7 @@ class LRSchedule:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter, which determines all rates."""
+        """Return the iteration, which determines all rates."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class LRSchedule:
 
 
 class _Warmup:
-    """Increase from 0 to 1 over the first iterations, logarithmic or linear."""
+    """Factor that increases from 0 to 1 over the first iterations, logarithmically or linearly."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
         if not isinstance(num_steps, int) or num_steps < 0:
@@ -162,7 +162,10 @@ class WarmupLR(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Return min + (max - min) * g: g = ln(it + 1) / ln(W) or it / W in warmup, then 1 or a decay."""
+        """Return min + (max - min) * g for each group.
+
+        At iteration i of a warmup of W steps, g is ln(i + 1) / ln(W) or i / W; afterwards 1, or a linear decay to 0.
+        """
         factor = self._factor()
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -201,7 +204,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """The optimizer's rates times a ratio that increases to 1, then decays with a cosine to `cos_min_ratio`."""
+    """Optimizer's rates times a ratio that increases to 1, then decays with a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -213,7 +216,7 @@ class WarmupCosineLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates of the groups to 0. Other arguments and errors as in `WarmupLR`.
+        """Set the first rates of the groups (0 if there is a warmup). Other arguments and errors as in `WarmupLR`.
 
         Args:
             total_num_steps: total optimizer steps, including warmup.
@@ -230,7 +233,12 @@ class WarmupCosineLR(LRSchedule):
         self._apply()
 
     def get_lr_ratio(self) -> float:
-        """Warmup: m + (1 - m) g. Then: c + (1 - c) (1 + cos(pi p)) / 2, p = min(1, (it - W + 1) / max(1, T - W))."""
+        """Return the ratio of the current iteration i.
+
+        In the W steps of warmup it is m + (1 - m) g, with m = `warmup_min_ratio` and g as in `WarmupLR.get_lr`. Then it
+        is c + (1 - c) (1 + cos(pi p)) / 2, with c = `cos_min_ratio`, p = min(1, (i - W + 1) / max(1, T - W)) and T =
+        `total_num_steps`.
+        """
         iteration, rise = self.last_batch_iteration, self.warmup.num_steps
         if iteration < 0 and rise:
             return 0.0
@@ -246,7 +254,7 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """A rate that increases until training diverges, to find useful rates (Smith 2017, section 3.3)."""
+    """Learning-rate range test: the rate increases, to find the largest useful one (Smith, 2017, section 3.3)."""
 
     def __init__(
         self,
@@ -262,9 +270,9 @@ class LRRangeTest(LRSchedule):
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
             lr_range_test_min_lr: first rate: one number, or one per group.
-            lr_range_test_step_size: optimizer steps of one increase, which is `step_rate` times the first rate.
+            lr_range_test_step_size: optimizer steps of one increase.
             lr_range_test_step_rate: size of an increase, relative to the first rate.
-            lr_range_test_staircase: increase only at the end of each `step_size`.
+            lr_range_test_staircase: whether to increase only once every `lr_range_test_step_size` steps.
             last_batch_iteration: last finished iteration.
 
         Raises:
@@ -285,7 +293,7 @@ class LRRangeTest(LRSchedule):
 
 
 class OneCycle(LRSchedule):
-    """One increase and decrease of the rate, with inverse momentum, followed by a decay (Smith 2018, 1cycle)."""
+    """One increase and decrease of the rate, with inverse momentum, followed by a decay (1cycle; Smith, 2018)."""
 
     def __init__(
         self,
@@ -316,7 +324,7 @@ class OneCycle(LRSchedule):
             cycle_first_stair_count: number of stairs of the increase; 0: linear.
             cycle_second_stair_count: number of stairs of the decrease; None: as many as of the increase.
             decay_step_size: optimizer steps of one decay; 0: no decay.
-            cycle_momentum: also change the momentum (first beta).
+            cycle_momentum: whether to change the momentum (first beta) too.
             cycle_min_mom: momentum at the top of the cycle.
             cycle_max_mom: momentum at both ends of the cycle.
             decay_mom_rate: increase of the momentum in each `decay_step_size` after the cycle.
@@ -348,7 +356,10 @@ class OneCycle(LRSchedule):
         return [(low + (high - low) * height) / shrink for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[float] | None:
-        """Return max - (max - min) * height in the cycle, max * (1 + decay_mom_rate * decays) after it."""
+        """Return max - (max - min) * height in the cycle, max * (1 + decay_mom_rate * decays) after it, for each group.
+
+        None if the momentum does not change.
+        """
         if not self.cycle_momentum:
             return None
         height, decays = self._position()
@@ -443,24 +454,24 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of `add_tuning_arguments`; returns them and the remaining arguments."""
+    """Parse the process's command line with `add_tuning_arguments`; returns the options and the other arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Copy all given options into `params` (`scheduler.params`)."""
+    """Copy the options in `args` that are not None into `params` (`scheduler.params`), in place."""
     names = {parameter.name for parameters in PARAMETERS.values() for parameter in parameters}
     params.update({name: value for name, value in vars(args).items() if name in names and value is not None})
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the `scheduler` section for the options.
+    """Return the `scheduler` section of the configuration for the options of `add_tuning_arguments`.
 
     Args:
         args: parsed options.
 
     Returns:
-        The section and None, or None and an error text.
+        The section and None, or None and an error message.
     """
     name = getattr(args, LR_SCHEDULE, None)
     if name not in SCHEDULES:
@@ -476,7 +487,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
         config: the section.
 
     Returns:
-        The rate and "", or None and the missing key.
+        The rate and "", or None and an error message.
     """
     key = PEAK_RATE.get(config.get("type", ""))
     params = config.get("params", {})

@@ -18,7 +18,7 @@ _OWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers in an optimizer's attributes, or in lists and dicts there, by path."""
+    """Return the optimizers in an optimizer's attributes, or in lists and dicts there, by attribute path."""
     nested: dict[str, Optimizer] = {}
     waiting: list[tuple[str, Any, int]] = [("", optimizer, 1)]
     while waiting:
@@ -47,10 +47,10 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class NestedState(MutableMapping[Tensor, Any]):
-    """State of a nested optimizer, kept in the per-parameter entries of the outer optimizer's state.
+    """State of a nested optimizer, stored in the per-parameter entries of the outer optimizer's state.
 
-    Each key of an entry has the attribute path of the nested optimizer and a dot before it (`base.exp_avg`). Code that
-    moves, saves or reads the outer state thus covers the nested state. The outer `state` is looked up at each access,
+    Keys of an entry begin with the attribute path of the nested optimizer and a dot (`base.exp_avg`). So code that
+    moves, saves or reads the outer state covers the nested state. The outer `state` is looked up at each access,
     so it may be replaced.
     """
 
@@ -126,7 +126,7 @@ class Counters:
     Attributes:
         groups: values of each parameter group, without its parameters.
         attributes: plain values in each object's attributes.
-        named: entries of each optimizer's state that belong to no parameter.
+        named: entries of each optimizer's state whose keys are names instead of parameters.
     """
 
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -151,7 +151,7 @@ class Counters:
         )
 
     def restore(self) -> None:
-        """Restore the snapshot, since the following call belongs to the same step."""
+        """Restore the snapshot in the optimizers, so that a step in several calls counts as one."""
         for group, values in self.groups:
             for key in set(group) - set(values) - {"params"}:
                 del group[key]

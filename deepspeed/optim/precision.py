@@ -24,7 +24,7 @@ _PAIRED_WITH_BUFFERS = (nn.modules.batchnorm._NormBase,)
 def compute_dtypes(
     module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()
 ) -> dict[Parameter, torch.dtype]:
-    """Return the compute dtype of every floating-point parameter that is cast.
+    """Return the compute dtype of each floating-point parameter, except those that a model writes itself (`own_state`).
 
     `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`), in
     addition to those that the model itself lists (`_keep_in_fp32_modules`).
@@ -83,10 +83,15 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 class InputCaster:
-    """Forward pre-hooks that cast floating-point inputs to the dtype of the module.
+    """Forward pre-hooks that cast the floating-point inputs of modules to the dtype of their parameters.
 
-    Modules with cast parameters are hooked. Modules that stay float32 next to cast ones get float32 inputs, except
-    those whose kernels accept mixed dtypes (BatchNorm). `dtypes` is the result of `compute_dtypes`.
+    Modules that stay float32 get float32 inputs, except those whose kernels accept mixed dtypes (BatchNorm).
+
+    Args:
+        module: the model.
+        dtypes: result of `compute_dtypes`.
+        low: dtype of the cast parameters; the first cast of an input to it is logged.
+        hook: wraps each hook function before it is registered.
     """
 
     def __init__(self, module: nn.Module, dtypes: dict[Parameter, torch.dtype], low: torch.dtype, hook: Any) -> None:

@@ -1,9 +1,10 @@
-"""Test whether an optimizer updates each parameter independently, with runs on small copies of its groups.
+"""Test whether an optimizer updates each parameter independently, by running small copies of it.
 
 ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and with offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. No class declares it, so a run must show it.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not
+declare it, so it is tested.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ _HOOKS = ("pre", "post")
 
 @dataclass(frozen=True)
 class MethodTraits:
-    """Traits of a public method without arguments.
+    """Traits of a public optimizer method without arguments.
 
-    `reads_gradients`: as SAM's `first_step` does; `by_parameter`: separate calls on parts of the parameters are equal.
+    Attributes:
+        reads_gradients: whether it reads gradients, such as SAM's `first_step`.
+        by_parameter: whether separate calls on parts of the parameters give the same result as one call.
     """
 
     reads_gradients: bool
@@ -56,7 +59,12 @@ class MethodTraits:
 
 @dataclass(frozen=True)
 class HowToStep:
-    """Requirements of an optimizer's step: a closure that recomputes gradients, or a method called once before."""
+    """Requirements of an optimizer's `step`.
+
+    Attributes:
+        closure: whether it needs a closure that recomputes gradients.
+        first: name of a method to call once before the first step; "": none.
+    """
 
     closure: bool = False
     first: str = ""
@@ -72,10 +80,10 @@ class UpdateTraits:
         in_parts: several steps, each with the gradients of some parameters, give the same result as one step.
         counts_alone: a group's counters advance with each step even if the group has no parameters.
         how: requirements of `step`.
-        methods: public methods that write parameters or state outside of `step`, by name.
-        kept_in: the attribute whose parameters a step updates instead of those in the groups; empty for most classes.
+        methods: traits of public methods that write parameters or state outside of `step`, by name.
+        kept_in: path of an attribute with parameters, if a step updates these instead of the groups' own; else "".
         difference: largest difference caused by a split, relative to the distance moved.
-        unknown: reason why the test failed; empty if it succeeded.
+        unknown: reason why the test failed; "" if it succeeded.
     """
 
     known: bool = False
@@ -93,8 +101,8 @@ def update_traits(optimizer: Optimizer) -> UpdateTraits:
     """Test how the update of an optimizer can be split.
 
     The test runs copies on parameters of a few dozen elements with artificial gradients: whole, divided between two
-    objects, and in two steps of one object. The optimizer itself, its parameters and the random state do not change.
-    Call this before the parameters are replaced.
+    objects, and in two steps of one object. The optimizer itself, its parameters and the random state do not change;
+    an error in a run is returned as `unknown`. Call this before the parameters are replaced.
     """
     if type(optimizer).__module__.startswith(_KNOWN) and not nested_optimizers(optimizer):
         return UpdateTraits(known=True)
@@ -140,7 +148,7 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 
 
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
-    """Return the first attribute of an optimizer or a nested one that holds parameters of the groups; else ""."""
+    """Return the first attribute of an optimizer or a nested one that contains parameters of the groups; else ""."""
     ours = {id(param) for group in groups_of(optimizer) for param in group["params"]}
 
     def holds(value: Any, depth: int = 3) -> bool:
@@ -198,7 +206,7 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Copy:
-    """A small copy of an optimizer and its nested optimizers; `keep` selects the parameters of the copy."""
+    """Small copy of an optimizer and its nested optimizers; `keep` selects parameters by their position."""
 
     def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -293,7 +301,7 @@ class _Copy:
         ]
 
     def numbers(self) -> list[Any]:
-        """Return the numbers in the groups, for comparison between ranks."""
+        """Return the numbers in the groups, such as counters, for comparison between copies."""
         return [
             [value for key, value in sorted(group.items()) if isinstance(value, (bool, int, float)) and key != "params"]
             for group in groups_of(self.optimizer)
@@ -399,7 +407,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
 
 
 def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTraits | None:
-    """Return the traits of the last call; None if it changes nothing or raises."""
+    """Return the traits of the last method in `calls`; None if it changes nothing or raises."""
 
     def called(seed: int, keep: Callable[[int], bool] = lambda place: True) -> tuple[_Copy, tuple[Values, Values]]:
         twin = _run(_Copy(optimizer, keep), how)
