@@ -1,4 +1,4 @@
-"""HTTP endpoints."""
+"""HTTP endpoints of the server: completions, chat, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown 
 
 
 class Endpoints:
-    """Handlers of the HTTP paths."""
+    """Handlers of the HTTP paths; `service` has the state that they share."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -116,7 +116,7 @@ class Endpoints:
             raise APIError(401, "Incorrect API key provided", code="invalid_api_key", kind="authentication_error")
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body, up to its size limit."""
+        """Read the body; raises `APIError` if it is longer than `max_body`."""
         most, body = self._service.options.max_body, bytearray()
         length = request.headers.get("content-length", "")
         too_long = APIError(400, f"The body is longer than {most} bytes", code="request_too_large")
@@ -129,7 +129,7 @@ class Endpoints:
         return bytes(body)
 
     async def _answer_unless_gone(self, request: Request, pending: PendingRequest) -> dict[str, Any] | None:
-        """Return the answer; if the client disconnects, cancel its work and return None."""
+        """Return the answer; if the client disconnects, stop waiting and return None."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":

@@ -23,17 +23,17 @@ class EngineOptions:
     """Options of the engine process.
 
     Attributes:
-        model: a folder of Transformers, or a name on the hub.
+        model: folder of a Transformers model with its tokenizer, or its name on the Hugging Face hub.
         dtype: "auto" (that of the folder), "fp32", "bf16" or "fp16".
-        quantize: "", "int8" or "int4".
-        checkpoint: weights that replace those of the folder, in any form that `init_inference` accepts.
+        quantize: "int8" or "int4" weights; "": none.
+        checkpoint: weights that replace those of the folder, in any form that `init_inference` accepts; "": none.
         threads: threads of torch; 0: torch's default.
-        cache_bytes: size of the KV cache; 0: chosen by the generator.
+        cache_bytes: bytes of the KV cache; 0: chosen by the generator.
         max_sequences: maximum number of running sequences.
         max_length: maximum number of tokens of prompt and answer; 0: the model's own limit.
-        max_batch_tokens: maximum number of rows in a pass.
-        speculation: number of draft tokens per pass.
-        prefix_cache: whether known prefixes are reused.
+        max_batch_tokens: maximum number of tokens in a forward pass.
+        speculation: number of draft tokens per pass, looked up in the text itself; 0: no speculation.
+        prefix_cache: whether KV cache pages of equal prefixes are shared.
         lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
     """
 
@@ -59,16 +59,16 @@ class ServeOptions:
         engine: options of the engine process.
         name: name of the model in requests and answers.
         host: address to listen on.
-        port: 0: a free port.
+        port: port to listen on; 0: a free one.
         api_keys: accepted bearer tokens; empty: no authentication.
         max_waiting: maximum number of waiting requests; further ones get status 429.
         max_body: maximum bytes of a request.
         max_choices: maximum number of answers to one request, over all of its prompts.
         timeout: seconds until a request is cancelled.
-        step_timeout: seconds without a step, with open requests, after which health is 503.
+        step_timeout: seconds without an engine step, while requests run, after which /health returns 503.
         drain: seconds for running requests to finish after SIGTERM.
-        grace: seconds from the engine's death to the end of this process, during which health reports it.
-        chat_template: a Jinja file that replaces the tokenizer's own template.
+        grace: seconds from the engine's end to the end of this process; until then, /health reports it.
+        chat_template: text of a Jinja template that replaces the tokenizer's own; "": none.
     """
 
     engine: EngineOptions
@@ -87,7 +87,11 @@ class ServeOptions:
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
-    """Parse the command line of `ds_serve`."""
+    """Parse the command line of `ds_serve` (None: that of the process), and the key in `DS_SERVE_API_KEY`.
+
+    Raises:
+        ArgumentError: a value is out of range, a key is empty, or a file does not exist.
+    """
     args = _parser().parse_args(arguments)
     keys = list(args.api_key)
     if not all(key.strip() for key in keys):  # an unset variable gives an empty key, which would disable authentication

@@ -20,8 +20,12 @@ from deepspeed.serving.engine import EngineProcess
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server. Returns 0 after a requested shutdown with all requests answered; 1 if the engine could not start
-    or has ended; 2 for wrong arguments."""
+    """Run the server with the command line `arguments` (None: that of the process).
+
+    Returns:
+        0 after a shutdown by a signal; 1 if the engine could not start or has ended; 2 for wrong arguments or a missing
+        package.
+    """
     try:
         options = parse(arguments)
     except DeepSpeedError as error:
@@ -42,7 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: ServeOptions) -> int:
-    """Start the engine and answer requests until a signal or the engine's end; returns the exit code."""
+    """Start the engine and answer requests until a signal or the engine's end.
+
+    Returns:
+        0 after a signal, 1 if the engine has ended.
+
+    Raises:
+        EngineGone: the model could not be loaded.
+        OSError: the address cannot be bound, or there is no tokenizer.
+    """
     import uvicorn
     from transformers import AutoTokenizer
 
@@ -127,7 +139,7 @@ def _on_signal(service: Any, server: Any) -> list[str]:
 
 
 async def _exit_after(ended: asyncio.Event, server: Any, grace: float) -> None:
-    """End the process some time after the engine's end; until then, health reports it."""
+    """Stop the server `grace` seconds after the engine's end; until then, /health reports it."""
     await ended.wait()
     await asyncio.sleep(grace)
     server.should_exit = server.force_exit = True

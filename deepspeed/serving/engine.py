@@ -1,4 +1,4 @@
-"""Engine as seen by the web process: a child process, and a receiver for each running request."""
+"""Client of the engine in the web process: starts the engine process and delivers its results to requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EngineGone(UsageError):
 
 
 class EngineProcess:
-    """Starts the engine process and exchanges messages with it; answers arrive on the event loop.
+    """Client of the engine process: starts it and exchanges messages with it; results arrive on the event loop.
 
     Args:
         options: options of the engine.
@@ -74,7 +74,7 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs and has not announced its end."""
+        """Return whether the process runs and has not reported a failure."""
         return not self._ended.is_set() and not self.failure
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class EngineProcess:
         """Submit a request to the engine.
 
         Args:
-            tokens: the prompt.
+            tokens: token ids of the prompt.
             sampling: keyword arguments of `SamplingParams`.
-            put: called with each result: chunks of tokens; a refusal; None if the engine has ended.
+            put: called on the event loop with each result: a chunk of tokens, a refusal; None if the engine has ended.
 
         Returns:
             Number of the request.
@@ -103,12 +103,12 @@ class EngineProcess:
         return self._next
 
     def cancel(self, ident: int) -> None:
-        """Cancel a request; finished requests are ignored."""
+        """Cancel the request with the number `ident`; a finished request is ignored."""
         if self.live.pop(ident, None) is not None and self.alive:
             self._outbox.put(Cancel(ident))
 
     async def stop(self, patience: float = 10.0) -> None:
-        """End the process; running requests are cancelled."""
+        """Cancel all requests and end the process; it is killed if it has not ended after `patience` seconds."""
         self._stopping = True
         for ident in list(self.live):
             self.cancel(ident)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Submit:
-    """Submit a request: its number, the prompt's tokens, and the keyword arguments of `SamplingParams`."""
+    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`."""
 
     ident: int
     tokens: list[int]
@@ -17,19 +17,25 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel a request."""
+    """Cancellation of the request with the number `ident`."""
 
     ident: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End the engine after all earlier messages."""
+    """Request to end the engine after the running requests."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Report a loaded engine: its maximum length, and its kind of generation."""
+    """Report that the model is loaded.
+
+    Attributes:
+        max_length: maximum number of tokens of prompt and answer; None: no limit.
+        kind: implementation that generates; "generate" is Transformers' own.
+        why: reason why the generator cannot batch this model; "" if it can.
+    """
 
     max_length: int | None
     kind: str
@@ -38,14 +44,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Report the end of the engine, with the reason."""
+    """Report that the engine ends after an error, with its text."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Report a refused request, with the reason."""
+    """Report that the request with the number `ident` is invalid, with the reason."""
 
     ident: int
     reason: str
@@ -55,7 +61,7 @@ class Refused:
 class TokenChunk:
     """New tokens of a request; see `deepspeed.inference.request.Output`.
 
-    `logprobs` are (token, log-probability, ((token, log-probability), …)).
+    `logprobs` has an entry for each token: (token, log-probability, alternatives as (token, log-probability)).
     """
 
     ident: int
@@ -73,7 +79,9 @@ class Step:
     Attributes:
         number: number of steps so far.
         parts: outputs of the step.
-        running, waiting, free_pages, pages, preemptions: load of the generator.
+        running, waiting: numbers of sequences.
+        free_pages, pages: pages of the KV cache.
+        preemptions: number of preempted sequences so far.
         idle: whether there was no work.
     """
 

@@ -23,8 +23,16 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class APIError(DeepSpeedError):
-    """Error response: HTTP status, OpenAI's field, code and `kind` of error, and the seconds until the client may
-    retry."""
+    """Error response in OpenAI's format.
+
+    Args:
+        status: HTTP status.
+        message: text for the client.
+        param: name of the invalid field; None: no single field.
+        code: OpenAI's error code, such as "model_not_found".
+        kind: OpenAI's error type; "": "invalid_request_error" for a status below 500, else "server_error".
+        retry_after: seconds until the client may retry; None: not stated.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str = "",
@@ -35,7 +43,7 @@ class APIError(DeepSpeedError):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
+        """Return the response body in OpenAI's format."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
@@ -46,7 +54,7 @@ class StreamOptions(BaseModel):
 
 
 class BaseRequest(BaseModel):
-    """Common fields of both endpoints."""
+    """Common fields of completion and chat requests; null has the same effect as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str
@@ -70,7 +78,11 @@ class BaseRequest(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Any:
-        """Parse a request; an `APIError` with status 400 names the wrong field."""
+        """Parse the JSON body of a request into an instance of this class.
+
+        Raises:
+            APIError: status 400: the body is invalid, or a field is unknown, invalid or not supported.
+        """
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -97,15 +109,19 @@ class BaseRequest(BaseModel):
         return stops
 
     def wanted_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer; None: no limit except the available room."""
+        """Return the maximum number of tokens of the answer; None: limited by the model's context length only."""
         return self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """Number of alternatives per token; None: no log-probabilities."""
+        """Return the number of alternatives per token; None: no log-probabilities."""
         return None
 
     def sampling(self, most: int) -> dict[str, Any]:
-        """Return the keyword arguments of `SamplingParams`, except `index`."""
+        """Return the keyword arguments of `SamplingParams`, except `index`, for at most `most` new tokens.
+
+        Raises:
+            APIError: status 400: a field is invalid, such as `min_tokens` above `most`.
+        """
         options: dict[str, Any] = {
             "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
@@ -148,7 +164,7 @@ class CompletionRequest(BaseRequest):
         return prompts
 
     def wanted_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer; OpenAI's default is 16."""
+        """Return the maximum number of tokens of the answer; OpenAI's default is 16."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
@@ -173,7 +189,7 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return the message in the form for chat templates."""
+        """Return the message as role and text for chat templates; the role "developer" becomes "system"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -187,11 +203,15 @@ class ChatCompletionRequest(BaseRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def wanted_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer; the newer field has priority."""
+        """Return the maximum number of tokens of the answer: `max_completion_tokens`, else `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """`top_logprobs`, if `logprobs` is on."""
+        """Return the number of alternatives per token; None: no log-probabilities.
+
+        Raises:
+            APIError: status 400: `top_logprobs` without `logprobs`.
+        """
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -16,14 +16,24 @@ _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(body: dict[str, Any]) -> str:
-    """Encode a server-sent event."""
+    """Encode `body` as JSON in a server-sent event."""
     return f"data: {_encoded(body)}\n\n"
 
 
 @dataclass(eq=False)
 class ResponseChoice:
-    """State of one answer: its index among the answers of a request, the prompt's tokens, and with `echo` the text
-    `lead` before the first token."""
+    """State of one answer.
+
+    Attributes:
+        index: index among the answers of the request.
+        prompt: token ids of the prompt.
+        stream: detokenizer of the answer.
+        lead: text before the answer's first token: the prompt, for requests with `echo`.
+        tokens: number of generated tokens so far.
+        text, logprobs: parts so far; only used without streaming.
+        offset: offset of the next token in the text, for the log-probabilities of completions.
+        reason: finish reason; None while the answer is generated.
+    """
 
     index: int
     prompt: list[int]
@@ -36,7 +46,7 @@ class ResponseChoice:
     reason: str | None = None
 
     def take(self, part: TokenChunk) -> tuple[str, list[Any]]:
-        """Append tokens; returns their new text and log-probabilities."""
+        """Detokenize a chunk of tokens; returns the new text and the log-probabilities."""
         self.tokens += len(part.tokens)
         if part.finish_reason is None:
             text = self.stream.push(part.tokens)
@@ -48,7 +58,14 @@ class ResponseChoice:
 
 
 class ResponseFormatter:
-    """Formatter of the responses to one request: messages with `chat`, else text."""
+    """Formatter of the responses to one request.
+
+    Args:
+        model: name of the model.
+        tokenizer: the model's tokenizer.
+        chat: whether answers are chat messages instead of text.
+        wants_logprobs: whether responses have log-probabilities.
+    """
 
     def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool) -> None:
         self._tokenizer, self._chat, self._wants = tokenizer, chat, wants_logprobs

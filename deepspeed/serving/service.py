@@ -20,8 +20,17 @@ _LONG = 20_000  # characters from which a prompt is tokenized in a thread
 
 
 class PendingRequest:
-    """Request in progress: its choices, and the queue of their chunks. `leads` are the texts before each prompt's
-    answers."""
+    """Request in progress: its choices, and the queue of their chunks.
+
+    Args:
+        service: state of the server.
+        request: the parsed request.
+        prompts: token ids of each prompt.
+        leads: for each prompt, the text before its answers.
+
+    Raises:
+        APIError: status 400: a prompt is too long, or a field is invalid.
+    """
 
     def __init__(
         self,
@@ -50,7 +59,7 @@ class PendingRequest:
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
-        """Submit every choice to the engine."""
+        """Submit every choice to the engine; raises `EngineGone` if the engine has ended."""
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
             ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
             self._idents[choice.index] = ident
@@ -81,9 +90,12 @@ class PendingRequest:
             self._service.metrics.cancelled.inc()
 
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
-        """Yield chunks as they arrive; chunks that arrived since the last read come together.
+        """Yield chunks as they arrive; chunks that arrived since the last read are in one list.
 
         Uses one future and one timer, because `asyncio.wait_for` would create a task per token.
+
+        Raises:
+            APIError: status 504 after the time limit, 400 for an invalid request, 500 after an error of the engine.
         """
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.deadline - time.monotonic(), self._out_of_time)
@@ -130,7 +142,10 @@ class Service:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def admit(self, choices: int) -> None:
-        """Refuse requests that would only wait: 503 during shutdown, 429 if too many are waiting."""
+        """Raise `APIError` if the server cannot accept this number of choices.
+
+        The status is 503 during shutdown or after the engine's end, and 429 if too many requests are waiting.
+        """
         if self.draining:
             raise APIError(503, "the server is ending", code="draining", retry_after=5)
         if not self.engine.alive:
@@ -144,7 +159,11 @@ class Service:
             )  # fmt: skip
 
     async def call(self, request: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
-        """Tokenize a request's prompts and submit them to the engine."""
+        """Tokenize a request's prompts and submit them to the engine.
+
+        Raises:
+            APIError: the request is invalid (status 400 or 404), or the server cannot accept it (429 or 503).
+        """
         if request.model != self.options.name:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
@@ -213,7 +232,7 @@ class Service:
         return tokens
 
     def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
-        """Return the maximum number of tokens of the answer."""
+        """Return the maximum number of tokens of the answer; raises `APIError` (400) if the prompt is too long."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
         wanted = request.wanted_tokens()
         if limit is None:
@@ -232,7 +251,7 @@ class Service:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def answer(self, call: PendingRequest) -> dict[str, Any]:
-        """Return the whole answer; cancelled together with the caller."""
+        """Wait for all chunks and return the whole response; errors as in `PendingRequest.parts`."""
         try:
             async for parts in call.parts():
                 for choice, part in parts:
@@ -244,7 +263,7 @@ class Service:
             call.close()
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
-        """Yield server-sent events; errors after the first event are sent as events too."""
+        """Yield server-sent events; an error becomes the last event, since the HTTP status is sent before."""
         options = call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
@@ -277,7 +296,7 @@ class Service:
     # -- health ---------------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Return the status and the engine's last report."""
+        """Return the HTTP status (200 or 503) and the body: state of the server, and the engine's last report."""
         engine, age = self.engine, time.monotonic() - self.engine.last_step
         stuck = bool(engine.live) and age > self.options.step_timeout
         if not engine.alive:

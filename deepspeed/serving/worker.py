@@ -17,7 +17,7 @@ BEAT = 0.5  # seconds between heartbeats without work
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
-    """Load the model in evaluation mode, and its tokenizer."""
+    """Load a model in evaluation mode and its tokenizer; returns (model, tokenizer)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -50,7 +50,10 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
 
 
 def main(options: EngineOptions, pipe: Connection) -> None:
-    """Load the model, then serve the pipe until it closes. Terminal signals are left to the web process."""
+    """Load the model, then process messages from `pipe` until `Stop`; exits with code 1 after an error.
+
+    SIGINT and SIGTERM are ignored, since the web process handles them.
+    """
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     try:
