@@ -1,1 +1,1 @@
-"""Sequence parallelism: attention over split sequences, their batches and losses, and tiled computation."""
+"""Sequence parallelism (DeepSpeed-Ulysses): attention, batches and losses of split sequences, tiled computation."""

@@ -30,7 +30,7 @@ def length_of(batch: Any) -> int | None:
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Shift labels by one: each token gets the label of its successor; the last gets -100."""
+    """Shift labels `[…, tokens]` by one: each token gets the label of its successor; the last gets -100."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
@@ -40,7 +40,7 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     Args:
         batch: equal on all ranks of the axis. If it has `labels` per token and no `shift_labels`, a shifted copy is
             added as `shift_labels`.
-        axis: ranks of a sequence.
+        axis: ranks that share a sequence.
 
     Raises:
         DataError: `batch` has no sequence of tokens, its length is not divisible by the number of ranks, or its
@@ -78,7 +78,7 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
 
 
 def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Whether positions `[batch, tokens]` continue from one rank's slice to the next, or start a document there."""
+    """Return whether positions `[batch, tokens]` continue from slice `before` to `after`, or start a document there."""
     if before is None or after is None or before.shape[0] != after.shape[0]:
         return False
     first = after[:, 0]
@@ -86,7 +86,12 @@ def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> None:
-    """Raise DataError if the positions of neighbouring ranks do not continue each other, see `continues`."""
+    """Raise DataError if positions do not continue from each slice to the next (see `continues`).
+
+    Args:
+        slices: positions `[batch, tokens]` of each rank; None: a batch without positions.
+        ranks: global ranks, for the message.
+    """
     for rank, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
         if not continues(before, after):
             raise DataError(
@@ -99,7 +104,12 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
 
 
 def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """Raise DataError if the last label of a slice is not the first token of the next; `edges` are from `edge_of`."""
+    """Raise DataError if the last label of a slice is not the first token of the next.
+
+    Args:
+        edges: result of `edge_of` for each rank.
+        ranks: global ranks, for the message.
+    """
     for rank, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
         if not before or not after or not bool(before["follow"]) or not bool(after["follow"]):
             continue
@@ -116,7 +126,7 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
 
 
 def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the edge values of a slice for `check_labels`; empty without tokens, positions and shifted labels."""
+    """Return the values at the edges of a slice for `check_labels`; {} without tokens, positions or shifted labels."""
     names = ("input_ids", "shift_labels", "position_ids")
     tensors = [batch.get(name) for name in names] if isinstance(batch, Mapping) else [None]
     if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] < 2 for tensor in tensors):
@@ -137,12 +147,12 @@ class UlyssesSPDataLoaderAdapter:
     """Data loader of sequence slices, around a loader of whole batches.
 
     Ranks of a sequence must load the same batches; the first ten are compared. Accelerate's loaders distribute samples
-    to all ranks: then the ranks of a sequence process the batches of all of them in turn.
+    to all ranks: with them, the ranks of a sequence process each rank's batch in turn.
 
     Args:
         dl: yields mappings with `input_ids` or `inputs_embeds`.
         sp_rank: rank of this process in the group.
-        sp_group: process group of the ranks of a sequence.
+        sp_group: process group of the ranks that share a sequence.
         sp_world_size: size of the group.
         device: target device of the slices; None: slices are not moved.
 
@@ -170,7 +180,11 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield slices, the same number on each rank of the group."""
+        """Yield slices, the same number on each rank of the group.
+
+        Raises:
+            DataError: the ranks' batches differ, or a batch cannot be split (see `slice_batch`).
+        """
         for batch in self._turns() if self._takes_turns else self.dl:
             if self._same.left and not self._takes_turns:
                 self._same.compare(batch)

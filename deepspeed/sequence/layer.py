@@ -1,8 +1,8 @@
-"""Attention over a split sequence: an all-to-all exchanges sequence shards for head shards.
+"""Attention over a split sequence: an all-to-all exchanges sequence shards for head shards (Jacobs et al., 2023).
 
-Autograd would save the attention output twice: split by heads for attention, split by tokens for the next layer. Key-
-value heads that are replicated would be saved as copies. The all-to-all is exact, so only the token layout is saved,
-which is needed anyway or smaller; backward repeats the all-to-all.
+Autograd would save the attention output twice: split by heads for attention, split by tokens for the next layer. It
+would also save each copy of replicated key-value heads. Instead, only the token layout is saved, which the next layer
+needs anyway or which is smaller; backward repeats the all-to-all, which is exact.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from deepspeed.zero.parameters.functorch import in_transform
 
 @dataclass(eq=False)
 class Exchanged:
-    """Tensor in head layout, with the token layout from which an all-to-all made it.
+    """Tensor in head layout, and the same tensor in token layout, from which an all-to-all can recompute it.
 
     Args:
         by_heads: the whole sequence for this rank's heads.
         by_tokens: this rank's slice of the sequence, all heads.
-        again: converts `by_tokens` to `by_heads` without autograd; all ranks call together.
-        where: name for messages.
+        again: converts `by_tokens` to `by_heads` without autograd; all ranks must call it together.
+        where: name of the attention for error messages.
     """
 
     by_heads: torch.Tensor
@@ -45,7 +45,7 @@ class Exchanged:
 
     @property
     def fills_its_memory(self) -> bool:
-        """Whether the tensor is unmodified and fills its storage, so that views of the storage are views of it."""
+        """Return whether `by_heads` is unmodified and fills its storage; then views of the storage are views of it."""
         tensor = self.by_heads
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.storage_offset()
         return alone and tensor._version == self.version
@@ -69,7 +69,7 @@ class _Source:
     where: str
 
     def by_heads(self) -> torch.Tensor:
-        """Recompute the tensor in head layout, with its original strides."""
+        """Recompute the tensor in head layout with its original strides; an error if it was changed in place."""
         if self.tokens._version != self.version:
             raise SequenceParallelError(
                 f"what attention gave or was given in '{self.where}' has been changed in place, and backward needs it "
@@ -89,16 +89,21 @@ class _Source:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Whether autograd stores the inputs of `tensor`; False while an activation checkpoint recomputes them."""
+    """Return whether autograd saves tensors for the backward of `tensor`; False in an activation checkpoint's rerun."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1
 
 
 def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchanged]) -> None:
-    """Replace head layouts that autograd has saved since `since` by token layouts.
+    """Replace head layouts that autograd has saved for backward by token layouts.
 
     Tensors under saved-tensor hooks of the caller (offload, recomputation) are not changed.
+
+    Args:
+        context: output of attention.
+        since: result of `now` before attention; tensors that were saved earlier are not changed.
+        exchanged: tensors to look for.
     """
     of = {each.by_heads.untyped_storage()._cdata: each for each in exchanged if each.fills_its_memory}
     sources: dict[int, _Source] = {}
@@ -116,7 +121,7 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
 
 
 def check_heads(heads: int, axis: Axis) -> None:
-    """Raise MeshError if the query heads are not divisible by the ranks; the message has the nearest sizes."""
+    """Raise MeshError if the query heads are not divisible by the ranks; the message names the nearest valid sizes."""
     if heads % axis.size:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         below, above = [n for n in fits if n < axis.size][-1:], [n for n in fits if n > axis.size][:1]
@@ -138,9 +143,15 @@ def repeats(heads: int, axis: Axis) -> int:
 def to_heads(
     tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies: int = 1, where: str = "attention"
 ) -> torch.Tensor:
-    """Exchange this rank's slice of the sequence, all heads, for the whole sequence, this rank's heads.
+    """Convert token layout (a slice of the sequence, all heads) to head layout (the whole sequence, this rank's heads).
 
-    `heads` and `sequence` are dims of any layout; each head is copied, see `repeats`.
+    Args:
+        tensor: this rank's slice.
+        axis: ranks that share a sequence; all must call this together.
+        heads: dim of the heads.
+        sequence: dim of the sequence.
+        copies: number of copies of each head, see `repeats`.
+        where: name of the attention for the comms logger.
     """
     if copies > 1:
         tensor = tensor.repeat_interleave(copies, dim=heads)
@@ -161,11 +172,14 @@ def attend(
     Args:
         local: maps query, key and value (whole sequence, this rank's heads) to the context in the same layout.
         states: query, key and value (this rank's slice of the sequence, all heads).
-        axis: ranks of a sequence.
+        axis: ranks that share a sequence; all must call this together.
         heads: dim of the heads.
         sequence: dim of the sequence.
-        where: name for messages.
-        recompute: repeat the all-to-all in backward instead of saving both layouts.
+        where: name of the attention for messages.
+        recompute: whether to repeat the all-to-all in backward instead of saving both layouts.
+
+    Returns:
+        The context of this rank's slice of the sequence, all heads.
 
     Raises:
         MeshError: the query heads are not divisible by the number of ranks.
@@ -195,17 +209,17 @@ def single_all_to_all(
     """Scatter dim `scatter_idx` over `group` and gather dim `gather_idx` (all-to-all); differentiable.
 
     Args:
-        input: tensor with both dims.
+        input: tensor of any layout; its dim `scatter_idx` must be divisible by the number of ranks.
         scatter_idx: dim that is whole before and split after.
         gather_idx: dim that is split before and whole after.
         batch_dim_idx: accepted for old scripts; any layout works.
-        group: process group of the ranks.
+        group: process group; all its ranks must call this together.
     """
     return all_to_all(input, group_axis("sp", group), scatter_idx, gather_idx)
 
 
 class _SeqAllToAll:
-    """Old name of `single_all_to_all`."""
+    """Form of `single_all_to_all` for old scripts."""
 
     @staticmethod
     def apply(
@@ -220,14 +234,15 @@ class DistributedAttention(nn.Module):
     Args:
         local_attention: called with query, key and value (whole sequence, this rank's heads), then with the other
             arguments of `forward`; returns the context in the same layout (heads and head width may be one dim).
-        sequence_process_group: ranks of a sequence, or their `Axis`.
+        sequence_process_group: process group of the ranks that share a sequence, or their `Axis`.
         scatter_idx: dim of the heads.
         gather_idx: dim of the sequence.
         sp_stream: accepted for old scripts; collectives are ordered with the computation.
         num_kv_heads: accepted for old scripts; the number is read from the keys.
 
     Attributes:
-        recompute: repeat the all-to-all in backward instead of saving context and copied heads in both layouts.
+        recompute: whether to repeat the all-to-all in backward instead of saving both layouts of context and copied
+            heads.
 
     Example:
         >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)

@@ -1,7 +1,7 @@
-"""Tiled computation of tokenwise functions along the sequence: only one tile's activations exist at a time.
+"""Tiled computation of tokenwise functions along the sequence (ALST; Bekman et al., 2025).
 
-Forward saves no graph. Backward recomputes each tile with its graph, and sums the parameters' gradients over the tiles.
-A parameter gets one gradient per backward, as from an ordinary layer.
+Only one tile's activations exist at a time. Forward saves no graph. Backward recomputes each tile with its graph, and
+sums the parameters' gradients over the tiles. A parameter gets one gradient per backward, as from an ordinary layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEQUENCE = 1  # dim of tokens: `[batch, sequence, …]`
 
 @dataclass(frozen=True)
 class _Tiling:
-    """Tiling of a function: its first `cut` inputs are split into tiles of `lengths` tokens; parameters follow them.
+    """Tiling of a function: its first `cut` inputs are split into tiles of `lengths` tokens; the others are parameters.
 
     Results are concatenated along dim `join`, or summed with `weights`; a tile of weight 0 is not computed.
     """
@@ -125,18 +125,21 @@ def sequence_tiled_compute(
     """Compute `fn` of a long sequence, tile by tile.
 
     Args:
-        fn: takes keyword arguments, returns a tensor.
-        seqlen: tokens of the sequence.
+        fn: takes keyword arguments, returns a tensor; a token's result must not depend on other tokens.
+        seqlen: number of tokens of the sequence, for the weights of "mean".
         shards: number of tiles.
         kwargs_to_shard: tensors `[batch, sequence, …]`, split into tiles.
         kwargs_to_pass: passed unchanged to every tile.
-        grad_requiring_tensor_key: accepted for old scripts: all split tensors that require gradients get them.
-        compute_params: parameters that `fn` reads.
+        grad_requiring_tensor_key: a key of `kwargs_to_shard`; it has no effect, since gradients go to all tensors.
+        compute_params: parameters that `fn` reads, which get gradients; None: none.
         output_unshard_dimension: dim for concatenating results, if there is no reduction.
         output_reduction: "mean" (tiles weighted by their tokens) or "sum" over tiles; None: concatenate.
 
+    Returns:
+        The results of all tiles, reduced or concatenated.
+
     Raises:
-        ArgumentError: lengths, number of tiles or reduction are invalid.
+        ArgumentError: lengths, number of tiles, reduction or `grad_requiring_tensor_key` are invalid.
     """
     if output_reduction not in ("mean", "sum", None):
         raise ArgumentError(f"output_reduction is {output_reduction!r}; it takes 'mean', 'sum' or None")
@@ -157,7 +160,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """Old interface of `sequence_tiled_compute`."""
+    """Form of `sequence_tiled_compute` for old scripts, with positional arguments."""
 
     @staticmethod
     def apply(
@@ -172,7 +175,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys."""
+        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         how = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
@@ -180,7 +183,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """MLP block with the wide activations of only one tile at a time."""
+    """Tiled computation of an MLP block: the wide activations of only one tile exist at a time."""
 
     @staticmethod
     def apply(
@@ -190,7 +193,7 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute `fn(module, x)` in tiles.
+        """Compute `fn(module, x)` in tiles; raises ArgumentError if `shards` is below 1.
 
         Args:
             fn: the block's own forward.
@@ -207,7 +210,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Logits and loss in one tiled function: only the logits of one tile exist at a time."""
+    """Tiled computation of logits and loss: only the logits of one tile exist at a time."""
 
     @staticmethod
     def apply(

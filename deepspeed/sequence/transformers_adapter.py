@@ -59,9 +59,13 @@ _PRIME = 1_000_003
 
 
 class Sequence:
-    """Data of one forward for the whole sequence: positions and optional mask `[batch, sequence]`; this rank's labels.
+    """Data of one forward on slices.
 
-    `labels` is set until a loss function has read them.
+    Args:
+        model: the prepared model.
+        positions: positions of the whole sequence, `[batch, sequence]`.
+        mask: attention mask of the whole sequence, `[batch, sequence]`; None: no padding.
+        labels: labels of this rank's slice; None: none, or a loss function has read them.
     """
 
     __slots__ = ("axis", "labels", "mask", "model", "positions")
@@ -73,7 +77,7 @@ class Sequence:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """Document number of each token; None for a single document, or if documents attend to each other."""
+        """Return each token's document number; None for a single document, or if documents attend to each other."""
         if self.mask is not None or not self.model.separates:
             return None
         steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
@@ -81,7 +85,7 @@ class Sequence:
         return documents if bool(documents[:, -1].any()) else None
 
     def by_document(self, rule: Callable[..., Any], documents: torch.Tensor) -> Callable[..., Any]:
-        """Adapt a mask function to packed documents: positions within a document, no attention across documents."""
+        """Adapt the mask function `rule` to packed documents: positions within a document, no attention across them."""
         positions = self.positions
 
         def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -95,7 +99,7 @@ _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
 
 
 def gather_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """All-gather the positions [batch, tokens] of whole sequences from the slices of the ranks."""
+    """All-gather the positions `[batch, tokens]` of whole sequences from the ranks' slices."""
     return gathered(own, axis, 1, label="positions of a sequence")
 
 
@@ -103,7 +107,13 @@ position_gathers: Replaceable[Callable[[torch.Tensor, Axis], torch.Tensor]] = Re
 
 
 class SequenceModel:
-    """Outermost Transformers model with split sequences; with `disable_in_eval`, evaluation runs on whole sequences."""
+    """Adapter of a Transformers model to split sequences.
+
+    Args:
+        model: the model, not a part of another Transformers model.
+        axis: ranks that share a sequence.
+        disable_in_eval: whether evaluation runs on whole sequences.
+    """
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
@@ -122,7 +132,7 @@ class SequenceModel:
 
     @property
     def without_cache(self) -> dict[str, bool]:
-        """Arguments that disable the KV cache: with a cache, Transformers ignores packed documents."""
+        """Return the arguments that disable the KV cache: with a cache, Transformers ignores packed documents."""
         return without_cache(self.model)
 
     @staticmethod
@@ -148,7 +158,11 @@ class SequenceModel:
             check_heads(heads, axis)
 
     def install(self, core: str) -> None:
-        """Make the model compute attention over slices, with the local attention `core`."""
+        """Make the model compute attention over slices; `core` is the local attention, such as "sdpa".
+
+        Raises:
+            NotAvailableError: Transformers does not know `core`, or the loss cannot be combined over slices.
+        """
         from transformers.loss.loss_utils import ForMaskedLMLoss
 
         self._core = core.removeprefix(_PREFIX)
@@ -191,7 +205,11 @@ class SequenceModel:
         object.__delattr__(self.model, _MARK)
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Pre-hook of forward: prepare the arguments if they are slices, else leave them unchanged."""
+        """Pre-hook of forward: prepare the arguments if they are slices, else leave them unchanged.
+
+        Raises:
+            DataError: the inputs had to be slices and are not, or the attention mask has more than two dims.
+        """
         if _current.get() is not None:  # call from the outermost model
             self._entered.append((_current.set(_current.get()), None))
             return None
@@ -240,7 +258,7 @@ class SequenceModel:
         return whole
 
     def _fork(self) -> torch.Tensor:
-        """Give each rank its own random state, since tokens differ; returns the previous state."""
+        """Seed each rank differently for dropout, since the ranks' tokens differ; returns the previous random state."""
         accelerator = get_accelerator()
         device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
         drawn = int(torch.randint(1 << 40, (), device=device))
@@ -249,7 +267,11 @@ class SequenceModel:
         return around
 
     def leave(self, model: nn.Module, inputs: Any, output: Any) -> Any:
-        """Post-hook of forward, even after an error: return the output, with the loss over all tokens."""
+        """Post-hook of forward, even after an error: return the output, with the loss over all tokens.
+
+        Raises:
+            NotAvailableError: the model's own forward computes a loss that cannot be combined over slices.
+        """
         if not self._entered:
             return None
         try:
@@ -291,20 +313,23 @@ class SequenceModel:
 
 
 def sequence_models(model: nn.Module) -> list[SequenceModel]:
-    """Return the models inside with split sequences."""
+    """Return the adapters of the models inside of `model` that `cut_sequence` has prepared."""
     return [vars(module)[_MARK] for module in model.modules() if vars(module).get(_MARK) is not None]
 
 
 def cut_sequence(
     model: nn.Module, axis: Axis, core: str | None = None, disable_in_eval: bool = False
 ) -> list[SequenceModel]:
-    """Enable split sequences in the Transformers models inside `model`; models that are already prepared stay so.
+    """Enable split sequences in the Transformers models inside `model`; prepared models are not changed.
 
     Args:
         model: any module; without a Transformers model inside, it must handle split sequences itself.
-        axis: ranks of a sequence.
+        axis: ranks that share a sequence.
         core: local attention on each rank, a name of Transformers such as "sdpa"; None: the model's own.
         disable_in_eval: see `SequenceModel`.
+
+    Returns:
+        The adapters of the models; [] if `axis` has one rank.
 
     Raises:
         NotAvailableError: a model's attention cannot be replaced; the message has the reason.
@@ -325,7 +350,7 @@ def cut_sequence(
 
 
 def _registered(core: str) -> str:
-    """Register split-sequence attention with a local core in Transformers; returns its name."""
+    """Register split-sequence attention with the local attention `core` in Transformers; returns its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
@@ -341,7 +366,7 @@ def _registered(core: str) -> str:
 
 
 def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
-    """Return the attention function that a module uses for a core name: from its own file's table, or its eager one."""
+    """Return the attention function named `core` for a module: from the table of its file, or its file's eager one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
 
     home = sys.modules.get(type(module).__module__)
@@ -355,7 +380,7 @@ def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
 
 
 class _Local:
-    """View of an attention module for its local core: attributes per query head are sliced to this rank's heads."""
+    """View of an attention module for local attention: attributes per query head are sliced to this rank's heads."""
 
     def __init__(self, module: nn.Module, axis: Axis, heads: int, kv: int) -> None:
         self._module, self._axis, self._heads = module, axis, heads
@@ -433,7 +458,7 @@ def _mask(
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """Wrap a model's loss to cover all tokens of a sequence, equal on all of its ranks, which sum the gradients."""
+    """Wrap a loss function: the loss covers all tokens of a sequence, equal on its ranks; backward sums gradients."""
     inner = getattr(inner, "_ds_inner", inner)  # for a copy of a prepared model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
@@ -481,7 +506,7 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """Options of a script; see `cut_sequence`."""
+    """Arguments `core` and `disable_in_eval` for `cut_sequence`, from `UlyssesSPAttentionHF`."""
 
     core: str | None = None
     disable_in_eval: bool = False
@@ -491,14 +516,17 @@ _asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by th
 
 
 def settings_of(mpu: Any) -> SequenceSettings:
-    """Return the settings registered with a model-parallel unit; defaults for any other object."""
+    """Return the settings of a mesh from `UlyssesSPAttentionHF`; defaults for any other object."""
     return _asked.get(mpu, SequenceSettings()) if isinstance(mpu, Mesh) else SequenceSettings()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
     """Create a mesh with sequence-parallel groups of neighbouring ranks; it also serves as a model-parallel unit (mpu).
 
-    All ranks must call together; process groups are initialized if necessary.
+    All ranks must call this together; process groups are initialized if necessary.
+
+    Args:
+        sequence_parallel_size: number of ranks that share a sequence.
 
     Raises:
         MeshError: the number of ranks is not divisible by the size.
@@ -510,7 +538,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
 
 
 class UlyssesSPAttentionHF:
-    """Sequence-parallel attention for models of Transformers."""
+    """Sequence-parallel attention for models of Transformers (DeepSpeed-Ulysses)."""
 
     @staticmethod
     def register_with_transformers(
@@ -526,13 +554,13 @@ class UlyssesSPAttentionHF:
         """Prepare `initialize(…, mpu=…)`, which adapts the model; a model that is passed here is adapted immediately.
 
         Args:
-            model_name_or_path: a model of Transformers, or the location of its configuration.
+            model_name_or_path: a model of Transformers, or the path or hub name of its configuration.
             core_attn_implementation: local attention of each rank, such as "sdpa"; None: the model's own.
             sequence_parallel_size: number of ranks per sequence.
             micro_batch_size: accepted for old scripts; the size is read from each batch.
-            seq_length: tokens of every sequence, if all have the same length.
+            seq_length: tokens of every sequence, if all have the same length; None: see `max_length`.
             seq_length_is_variable: whether sequences have different lengths.
-            disable_in_eval: compute whole sequences in evaluation.
+            disable_in_eval: whether evaluation runs on whole sequences.
             max_length: old name of `seq_length`.
 
         Returns:

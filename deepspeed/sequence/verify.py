@@ -25,10 +25,12 @@ T = TypeVar("T")
 def prove(model: SequenceModel, everyone: Axis) -> None:
     """Compare a model on slices with itself on whole sequences: a left-padded batch, and a batch of packed documents.
 
-    All ranks of `everyone`, which compute with these layers, call together, because their forwards communicate.
+    Args:
+        model: the prepared model.
+        everyone: all ranks that run parts of the model; all must call this together.
 
     Raises:
-        SequenceParallelError: on every rank, with the differences by rank, or with the error of one rank.
+        SequenceParallelError: outputs differ, or a rank failed; raised on every rank.
     """
     _Comparison(model, everyone).run()
 
@@ -78,7 +80,7 @@ class _Comparison:
         }
 
     def _compared(self, kind: str, batch: dict[str, Any]) -> list[str]:
-        """Return the differences, by rank. Documents attend to each other if they do so on whole sequences."""
+        """Return the differences by rank; if packed documents differ, compare without separating them (`separates`)."""
         texts: list[str] = []
         for separates in (self._adapted.separates, False):
             self._adapted.separates = separates
