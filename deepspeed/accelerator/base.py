@@ -83,7 +83,7 @@ class Accelerator:
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Set the variables in `current_env` that limit the devices visible to a child process."""
+        """Set the variables in `current_env` that make only the devices with these indices visible to a process."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 

@@ -14,7 +14,7 @@ from deepspeed.accelerator.base import Accelerator
 
 
 class CpuAccelerator(Accelerator):
-    """The CPU. Allocated memory is the process's resident set; total and available memory are the machine's (bytes)."""
+    """CPU accelerator. Allocated memory is the process's resident set; total and available memory are the machine's."""
 
     name = "cpu"
     torch_module = torch.cpu
@@ -51,7 +51,7 @@ class CpuAccelerator(Accelerator):
         return "cpu"
 
     def empty_cache(self) -> None:
-        """Return freed memory that the C library still holds to the system (glibc only)."""
+        """Return freed memory that the C library caches to the system (glibc only)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -132,5 +132,5 @@ class CpuAccelerator(Accelerator):
         callback()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Run the block without recording: the CPU has no graphs."""
+        """Return a context without effect: the CPU has no graphs."""
         return nullcontext()

@@ -95,7 +95,7 @@ class CudaAccelerator(Accelerator):
         return tensor.pin_memory()
 
     def lock_pages(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Page-lock a host tensor in place. Return a function that unlocks it; call it before the memory is freed.
+        """Page-lock a host tensor in place; returns a function that unlocks it, to call before the memory is freed.
 
         Raises:
             RuntimeError: the system does not allow so many locked pages.
@@ -124,7 +124,7 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.CUDAGraph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Record the operations of the block into `graph`."""
+        """Return a context that records operations into `graph`; `pool` and `stream` as in `torch.cuda.graph`."""
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
     def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:

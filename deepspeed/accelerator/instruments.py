@@ -1,4 +1,4 @@
-"""Tools for a device: memory figures, emptying of the cache, profiler ranges and timers."""
+"""Tools for the current device: memory figures, emptying of the cache, profiler ranges and timers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SynchronizedWallClockTimer(timer.HostWallClockTimer):
 
 
 class ThroughputTimer(ThroughputMeter):
-    """Measure samples per second over all ranks, beginning after step `start_step`.
+    """Timer of samples per second over all ranks.
 
     Args:
         config: the `timers.throughput` section: `enabled`, and `synchronized` (synchronize the device at each reading).

@@ -1,8 +1,7 @@
 """Choice of the accelerator: `set_accelerator`, else DS_ACCELERATOR, else the device that torch detects.
 
-A third-party accelerator implements the methods of `Accelerator` (`deepspeed.testing` tests them). Its name is one that
-`register_accelerator` registered, or that an installed distribution lists in the entry-point group
-`deepspeed.accelerators`.
+A third-party accelerator implements the methods of `Accelerator` (`deepspeed.testing` tests them). It is registered by
+`register_accelerator`, or by an installed distribution in the entry-point group `deepspeed.accelerators`.
 """
 
 from __future__ import annotations
