@@ -2,8 +2,8 @@
 
 [Note: the rule] Sizes are rounded up to 512 bytes. Blocks up to 1 MiB are cut from segments of 2 MiB, blocks up to 10
 MiB from segments of 20 MiB; larger blocks get a segment of their own size, rounded up to 2 MiB. A request takes the
-smallest sufficient free block of its stream and kind, and splits off the remainder if that is large enough. Freed
-neighbours are merged. A block used by another stream (`record_stream`) is free once that stream has finished. Segments
+smallest sufficient free block of its stream and kind, and splits off the remainder if that is large enough. Adjacent
+free blocks are merged. A block used by another stream (`record_stream`) is free once that stream has finished. Segments
 stay reserved until the cache is emptied or memory runs out; then free segments are released and the request is retried.
 """
 
@@ -33,15 +33,15 @@ class _Piece:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Sort key: smallest first, then lowest address."""
+        """Return the sort key: smallest first, then lowest address."""
         return self.size, self.segment, self.place
 
 
 class CachingAllocator:
-    """Caching allocator with torch's rule; see the note.
+    """Caching allocator with torch's rule; see the note of the module.
 
     Args:
-        limit: bytes of the device.
+        limit: bytes of device memory.
 
     Attributes:
         allocated, reserved: current bytes; `most_allocated`, `most_reserved`: their maxima so far.
@@ -54,7 +54,7 @@ class CachingAllocator:
         self._segments = 0
 
     def take(self, nbytes: int, stream: int) -> _Piece:
-        """Allocate a block for a stream.
+        """Allocate a block of `nbytes` bytes for a stream; `give` frees the returned block.
 
         Raises:
             ArgumentError: the device is out of memory.
@@ -86,7 +86,7 @@ class CachingAllocator:
         self._keep(piece)
 
     def empty(self) -> None:
-        """Release free segments to the system."""
+        """Release segments without allocated blocks to the device."""
         for pool, free_pieces in self._free.items():
             whole = [piece for _, piece in free_pieces if piece.before is None and piece.after is None]
             self.reserved -= sum(piece.size for piece in whole)
@@ -133,12 +133,12 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Held:
-    """Device memory of a run.
+    """Peak device memory of a run.
 
     Args:
         allocated: peak bytes in use.
         reserved: peak bytes reserved from the device.
-        by_step: both peaks up to the end of each step.
+        by_step: (allocated, reserved) peaks up to the end of each step.
     """
 
     allocated: int
@@ -155,10 +155,10 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
     """Simulate the allocations of a recording of several steps.
 
     Args:
-        recording: with all blocks since the first allocation.
-        machine: gives the times at which streams finish with a block.
+        recording: recording with all memory events since the first allocation.
+        machine: machine for the simulated times at which streams finish with a block.
         ends: number of recorded entries at the end of each step.
-        limit: bytes of the device.
+        limit: bytes of device memory.
 
     Raises:
         ArgumentError: the device has too little memory.
@@ -192,7 +192,7 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
 
 
 class _Times:
-    """Times at which the host reaches a block, and at which streams finish their earlier work."""
+    """Times at which the host reaches a memory event, and at which streams finish the work before it."""
 
     def __init__(self, recording: Recording, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline

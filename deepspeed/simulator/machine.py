@@ -19,7 +19,7 @@ _CARDS = Path(__file__).parent / "cards"
 
 @dataclass(frozen=True)
 class Machine:
-    """Host with one of its ranks, while all ranks are busy.
+    """Rates of one rank of a host, while all ranks of the host are busy.
 
     Args:
         ranks: number of ranks per host.
@@ -38,9 +38,9 @@ class Machine:
         link: bytes per second of one rank between host and device, each way; 0: no device.
         host: bytes per second of host memory for one rank; 0: same as `bandwidth`.
         launch: host seconds per launch, if the recording has none.
-        attention: published: fraction of `matrix` that fused attention reaches; 0: same as products.
-        matrix_efficiency: fitted: fraction of `matrix` that large products reach.
-        memory_efficiency: fitted: fraction of `bandwidth` that operators reach.
+        attention: published fraction of `matrix` that fused attention reaches; 0: same as products.
+        matrix_efficiency: fitted fraction of `matrix` that large products reach.
+        memory_efficiency: fitted fraction of `bandwidth` that operators reach.
         host_memory: bytes of host memory available to one rank, with a device; 0: unlimited.
         fresh: cost of first writes to newly mapped memory: pairs of block size and bytes per second; 0: blocks of that
             size are reused.
@@ -71,7 +71,10 @@ class Machine:
     random: float = 0.0
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
-        """Return the operations per second of a product with `flops` operations."""
+        """Return the floating-point operations per second of a matrix product with `flops` operations.
+
+        `dtype` is a torch dtype or its short name, such as "bf16"; one that the machine does not list counts as fp32.
+        """
         name = dtype if isinstance(dtype, str) else next((n for n, known in DTYPES.items() if known == dtype), "fp32")
         table = self.matrix.get(name) or self.matrix["fp32"]
         side = (flops / 2) ** (1 / 3)
@@ -83,7 +86,14 @@ class Machine:
         return nbytes / rate if rate else 0.0
 
     def kernel(self, name: str, flops: float, nbytes: float, dtype: str) -> float:
-        """Return the seconds of an operator: the maximum of arithmetic and memory traffic."""
+        """Return the seconds of an operator: the longer one of arithmetic and memory traffic (roofline).
+
+        Args:
+            name: name of the operator.
+            flops: floating-point operations.
+            nbytes: bytes that it reads and writes.
+            dtype: dtype of the arithmetic, as in `rate`.
+        """
         arithmetic = flops / self.rate(dtype, flops) if flops else 0.0
         if self.attention and "attention" in name:
             arithmetic *= self.matrix_efficiency / min(self.attention, self.matrix_efficiency)
@@ -93,7 +103,7 @@ class Machine:
         return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
-        """Return the seconds of a collective: time on the link, and latency.
+        """Return the seconds of a message or collective: (time on the link, latency).
 
         In a ring, each byte passes each rank once, so the ranks of a host share the traffic from other hosts. In an
         all-to-all, each rank receives its own bytes from all ranks.
@@ -101,7 +111,10 @@ class Machine:
         Args:
             name: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`.
             nbytes: bytes of the whole tensor.
-            group: its ranks.
+            group: global ranks that take part.
+
+        Raises:
+            ArgumentError: the ranks are on several hosts, and the machine has no `between`.
         """
         size, hosts = len(group), len({rank // self.ranks for rank in group})
         if size < 2:
@@ -122,11 +135,11 @@ class Machine:
         return turns * max(within / self.collective, across / self.between), self.latency_between
 
     def moved(self, **factors: float) -> Machine:
-        """Return a copy with multiplied figures: `moved(matrix_efficiency=1.25)`."""
+        """Return a copy with some attributes multiplied by factors: `moved(matrix_efficiency=1.25)`."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def save(self, path: str | Path) -> None:
-        """Write a file for `load`."""
+        """Write a JSON file for `load`."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -137,7 +150,7 @@ class Machine:
             path: path of the file, or a name from `cards()`.
 
         Raises:
-            ArgumentError: the file cannot be read, or lacks an entry.
+            ArgumentError: the file cannot be read, or an entry is missing or not positive.
         """
         try:
             where = _CARDS / f"{path}.json"
@@ -157,5 +170,5 @@ class Machine:
 
 
 def cards() -> list[str]:
-    """Return the names of the devices with published figures in the package."""
+    """Return the names of the machine files in the package, which have published figures of devices."""
     return sorted(path.stem for path in _CARDS.glob("*.json"))

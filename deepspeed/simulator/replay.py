@@ -59,7 +59,7 @@ class SimulatedTimeline:
 
     Args:
         name: name of the recording.
-        pieces: intervals, in the order of the host.
+        pieces: intervals, in the order in which the host launched them.
         seconds: time until host and device have finished.
         host: seconds in which the host launched or computed, without waits.
         ends: end time of each entry.
@@ -74,16 +74,16 @@ class SimulatedTimeline:
     clocks: list[float] = field(default_factory=list)
 
     def busy(self, kind: str) -> list[tuple[float, float]]:
-        """Return the merged intervals with operations of a kind."""
+        """Return the merged (begin, end) intervals in which operations of a kind run."""
         return joined((piece.begin, piece.end) for piece in self.pieces if piece.kind == kind)
 
     @property
     def compute(self) -> float:
-        """Seconds with a running kernel."""
+        """Return the seconds in which a kernel runs."""
         return length(self.busy(KERNEL))
 
     def exposed(self, kind: str = MESSAGE, beside: tuple[str, ...] = (KERNEL,)) -> float:
-        """Return the seconds in which operations of a kind ran without any operation that hides them."""
+        """Return the seconds in which operations of `kind` run while none of the kinds in `beside` does."""
         stretches = self.busy(kind)
         return length(stretches) - self._shared(
             stretches, joined(interval for other in beside for interval in self.busy(other))
@@ -91,7 +91,7 @@ class SimulatedTimeline:
 
     @property
     def idle(self) -> float:
-        """Seconds in which only the host was busy and limited the step."""
+        """Return the seconds without any kernel, message, copy or disk transfer, in which the host limits the step."""
         return self.seconds - length(
             joined((p.begin, p.end) for p in self.pieces if p.kind in (KERNEL, MESSAGE, COPY, DISK))
         )
@@ -110,7 +110,7 @@ class SimulatedTimeline:
 
 
 def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping intervals, in order."""
+    """Merge overlapping (begin, end) intervals; returns them sorted."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):
         if merged and begin <= merged[-1][1]:
@@ -121,7 +121,7 @@ def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def length(stretches: list[tuple[float, float]]) -> float:
-    """Return the total seconds of intervals."""
+    """Return the total seconds of disjoint intervals."""
     return sum(end - begin for begin, end in stretches)
 
 
@@ -230,10 +230,11 @@ def replay(recording: Recording, machine: Machine, host_time: float | None = Non
 
 
 def repeated(recording: Recording, times: int) -> Recording:
-    """Extend a recording to more micro-batches: repeat everything before the mark `step`, then add the step.
+    """Return a recording with more micro-batches: everything before the mark `step` is repeated; memory is left out.
 
     Args:
-        recording: of one micro-batch, with marks `forward`, `backward`, `step`.
+        recording: recording of one micro-batch, with marks `forward`, `backward`, `step`; without `step`, or if `times`
+            is 1, it is returned as it is.
         times: number of micro-batches.
     """
     first = next((index for index, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
@@ -265,7 +266,7 @@ def _shifted(entry: HostEvent, by: int) -> HostEvent:
 
 
 def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -> None:
-    """Plot timelines to a file; needs matplotlib (extra `plot`).
+    """Plot timelines to a file; ImportError without matplotlib (extra `plot`).
 
     Args:
         timelines: drawn one above the other, on a common time axis.

@@ -61,7 +61,7 @@ class MemoryEvent:
     Args:
         position: number of entries recorded before; "at" in files.
         number: number of the storage; `EMPTIED`: free memory is released to the system (`empty_cache`).
-        nbytes: its size from now on; 0: it is freed.
+        nbytes: size of the storage after the event; 0: it is freed.
         stream: stream of the allocation; or the other stream that uses it.
         used: whether the event is a use by another stream (`record_stream`).
         new: whether a recorded operator allocated it; else it existed before, or its size has changed.
@@ -77,7 +77,7 @@ class MemoryEvent:
 
 @dataclass
 class Recording:
-    """Step of one rank.
+    """Recording of one rank's step.
 
     Args:
         name: name of the recorded program.
@@ -85,7 +85,7 @@ class Recording:
         entries: entries in host order.
         blocks: events of device memory, in the same order.
         host_time: host seconds per launch, measured separately; 0: unknown.
-        facts: further numbers to print: tokens, parameters, model operations.
+        facts: further numbers for reports, such as tokens, parameters, model operations.
     """
 
     name: str
@@ -98,16 +98,16 @@ class Recording:
 
     @property
     def launches(self) -> int:
-        """Number of kernels, messages and copies."""
+        """Return the number of kernels, messages and copies."""
         return sum(entry.kind in (KERNEL, MESSAGE, COPY) for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all kernels."""
+        """Return the floating-point operations of all kernels."""
         return sum(entry.flops for entry in self.entries)
 
     def sent(self) -> dict[str, float]:
-        """Bytes of messages, by collective."""
+        """Return the bytes of messages by collective; each message counts with its whole tensor."""
         bytes_by_name: dict[str, float] = {}
         for entry in self.entries:
             if entry.kind == MESSAGE:

@@ -35,11 +35,11 @@ _SMALL = 1 << 16  # bytes of host arithmetic that is included in the host's time
 
 
 class StepRecorder(DispatchMode):
-    """Context that records a step. Enter it inside `Valueless`, so that recording needs no arithmetic.
+    """Context that records a step; inside of `Valueless`, it records without computing values.
 
     Args:
         recording: the recording to fill.
-        device: type of the device with operators that count as kernels.
+        device: type of the device on which operators count as kernels, such as "cuda".
 
     Attributes:
         on: whether entries are recorded; memory is always tracked.
@@ -81,7 +81,7 @@ class StepRecorder(DispatchMode):
         return out
 
     def here(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
+        """Return whether a tensor is on the recorded device."""
         return tensor.device.type == self._device
 
     def _operator(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, tensors: list[torch.Tensor]) -> None:
@@ -128,27 +128,27 @@ class StepRecorder(DispatchMode):
             self._last[entry.stream] = len(self.recording.entries) - 1
 
     def mark(self, name: str) -> None:
-        """Set the mark of the following entries."""
+        """Record a mark; following entries have it as `where`."""
         self._mark = name
         self.add(HostEvent(MARK, name))
 
     # -- streams and events ------------------------------------------------------------------------------------------
 
     def current(self) -> int:
-        """Current stream of this thread."""
+        """Return the number of this thread's current stream: 0; recorders of devices override this."""
         return 0
 
     def behind(self, stream: int | None = None) -> int:
-        """Return the last entry of a stream; None: of the current stream."""
+        """Return the index of the last entry of a stream (None: the current one), or NOTHING."""
         return self._last.get(self.current() if stream is None else stream, NOTHING)
 
     def order(self, after: int, stream: int | None = None) -> None:
-        """Record that a stream waits for an entry."""
+        """Record that a stream (None: the current one) waits for the entry with the index `after`."""
         if after != NOTHING:
             self.add(HostEvent(ORDER, "order", self.current() if stream is None else stream, after=after))
 
     def wait(self, after: int) -> None:
-        """Record that the host waits for an entry."""
+        """Record that the host waits for the entry with the index `after`."""
         if after != NOTHING:
             self.add(HostEvent(WAIT, "wait", after=after))
 
@@ -196,7 +196,7 @@ class StepRecorder(DispatchMode):
     # -- the context -------------------------------------------------------------------------------------------------
 
     def watch(self, undo: contextlib.ExitStack) -> None:
-        """Also record resizes of storages, which are no operators, until `undo` is closed."""
+        """Record resizes of storages too, which are no operators, until `undo` is closed."""
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
@@ -208,7 +208,7 @@ class StepRecorder(DispatchMode):
         undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
 
     def message(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record a communication operator and return its result."""
+        """Run a communication operator and return its result; recorders of devices override this to record it."""
         return func(*args, **kwargs)
 
     def __enter__(self) -> Any:
