@@ -58,7 +58,7 @@ class Monitor(abc.ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless the monitor's package is installed, without importing it."""
+        """Raise NotAvailableError unless the monitor's package is installed, without importing it."""
         if cls.module and importlib.util.find_spec(cls.module) is None:
             raise NotAvailableError(f"{cls.__name__} writes through {cls.module}: pip install 'deepspeed[{cls.extra}]'")
 
@@ -77,7 +77,7 @@ class Monitor(abc.ABC):
         """Write events and flush to the operating system or the package."""
 
     def close(self) -> None:  # noqa: B027  # files that are flushed may stay open
-        """Close the target; no further events follow."""
+        """Close the target; `write` must not be called afterwards."""
 
 
 def folder_of(config: Any) -> Path:
@@ -86,7 +86,7 @@ def folder_of(config: Any) -> Path:
 
 
 class JsonlMonitor(Monitor):
-    """Appends a line with name, value, step and time per event; numbers without a JSON form become strings."""
+    """Monitor that appends a line of JSON per event to `events.jsonl`; infinite and NaN values become strings."""
 
     def __init__(self, jsonl_config: Any) -> None:
         super().__init__(jsonl_config)
@@ -104,7 +104,7 @@ class JsonlMonitor(Monitor):
 
 
 class MLflowMonitor(Monitor):
-    """Logs to an MLflow run of its own, in one batch for all pending events."""
+    """Monitor for MLflow: logs to a new run, all pending events in one batch."""
 
     module = extra = "mlflow"
 
@@ -129,7 +129,10 @@ class MLflowMonitor(Monitor):
 
 
 class PrometheusMonitor(Monitor):
-    """Serves gauges over HTTP: `Train/Samples/lr` is `deepspeed_train_samples_lr{job="…"}`; the step is a gauge too."""
+    """Monitor for Prometheus: serves gauges over HTTP.
+
+    `Train/Samples/lr` becomes `deepspeed_train_samples_lr{job="…"}`; `deepspeed_step` is the newest step.
+    """
 
     module, extra = "prometheus_client", "prometheus"
 

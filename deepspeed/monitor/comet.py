@@ -1,4 +1,4 @@
-"""Events for Comet."""
+"""Monitor for Comet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class CometMonitor(Monitor):
-    """Logs to a Comet experiment, with at most one event per name every `samples_log_interval` samples.
+    """Monitor for Comet: logs at most one event per name every `samples_log_interval` samples to an experiment.
 
     Attributes:
         experiment: Comet's experiment object.

@@ -1,4 +1,4 @@
-"""Events as CSV, with one file per name."""
+"""Monitor for CSV files, one for each event name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from deepspeed.monitor.base import Event, Monitor, folder_of
 
 
 class csvMonitor(Monitor):
-    """Appends `step,value` rows to `<name with _ for / and spaces>.csv`; a restarted run continues the files."""
+    """Monitor for CSV: appends `step,value` rows to one file per event name; a restarted run continues the files.
+
+    In file names, `_` replaces slashes and spaces.
+    """
 
     def __init__(self, csv_config: Any) -> None:
         super().__init__(csv_config)

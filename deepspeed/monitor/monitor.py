@@ -36,7 +36,7 @@ def missing_packages(monitor_config: DeepSpeedMonitorConfig) -> list[str]:
 
 
 class MonitorMaster:
-    """Sends the events of rank 0 to the writers of all enabled monitors.
+    """Front end of all enabled monitors: sends the events of rank 0 to their writers.
 
     Each writer is a separate process (`monitor_process`), so `write_events` does not wait. Writers end with `close`,
     when this object is deleted, and when the run ends or is killed.
@@ -49,7 +49,7 @@ class MonitorMaster:
         enabled: whether any monitor is enabled; equal on all ranks.
         writes: whether this rank writes events.
         tb_monitor, wandb_monitor, comet_monitor, csv_monitor, jsonl_monitor, mlflow_monitor, prometheus_monitor: the
-            feed of each monitor; None if it is not enabled, and on all ranks but 0.
+            `Feed` of each monitor; None if it is not enabled, and on all ranks but 0.
 
     Raises:
         NotAvailableError: a monitor's package is not installed; on every rank.
@@ -86,10 +86,10 @@ class MonitorMaster:
         self._closing = weakref.finalize(self, Feed.close_all, self._feeds)  # at exit too
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """Publish this rank's last step for `ds_top`, if a folder is configured: one copy in memory.
+        """Publish figures of this rank's last step for `ds_top`, if a monitor with a folder is enabled.
 
         Args:
-            facts: values that have a JSON form.
+            facts: JSON values by name.
         """
         if self._page_settings is None:
             return
@@ -115,7 +115,7 @@ class MonitorMaster:
                 feed.send(line)
 
     def close(self) -> None:
-        """Wait for the writers to finish, and end them."""
+        """Wait for the writers to write all events and end, for at most 30 s or so."""
         self._closing()
         page, self._page, self._page_settings = self._page, None, None
         if page is not None:

@@ -1,8 +1,8 @@
 """Process that writes a monitor's events, and the pipe to it.
 
-The process reads lines of JSON from standard input: first the target and the time limit at the end; then lists of
-events. An empty line, or the end of the input if the run was killed, ends it. A thread reads the lines, so the run
-never waits for a package that imports, blocks or contacts a server.
+The process reads lines of JSON from standard input: first the configuration block, its values and a time
+limit; then lists of events. An empty line, or the end of the input if the run was killed, ends it. A thread reads the
+lines, so the run never waits for a package that imports, blocks or contacts a server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAIL, _SHOWN = 4096, 300  # of a writer's output: bytes that are read when it e
 
 
 class Feed:
-    """Sends events to the writer of one monitor.
+    """Sender of events to the writer process of one monitor.
 
     If the writer fails, the run logs a warning and continues without it. The writer's standard output and error go to
     an unnamed temporary file.
@@ -62,7 +62,7 @@ class Feed:
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
-        """Send a whole line without waiting; bytes that the pipe does not accept are sent with the next line."""
+        """Send a line of JSON without waiting; bytes that the pipe does not accept are sent with the next line."""
         if self._writer is None or os.getpid() != self._run:  # a forked loader has no monitor
             return
         if len(self._pending) + len(line) > _PENDING:
@@ -80,7 +80,7 @@ class Feed:
             self._end(1.0, "has closed its input")
 
     def close(self, limit: float | None = None) -> None:
-        """Let the writer finish and end; a writer that exceeds `limit` (in seconds) is killed."""
+        """Wait until the writer has written all events and ended; it is killed after `limit` seconds (None: 30)."""
         limit = LIMIT if limit is None else limit
         if os.getpid() != self._run:
             return
@@ -110,7 +110,7 @@ class Feed:
 
     @staticmethod
     def close_all(feeds: list[Feed]) -> None:
-        """Close feeds; their writers finish in parallel, within one limit."""
+        """Close feeds in parallel, within 30 s."""
         deadline = time.monotonic() + LIMIT
         for feed in feeds:
             feed.send(b"\n")

@@ -24,7 +24,7 @@ _RATE_S = 15.0  # the rate is that of so many seconds
 
 
 def asked() -> bool:
-    """Return whether the launcher has the option for the progress line."""
+    """Return whether the variable `DEEPSPEED_PROGRESS` requests a progress line."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
@@ -58,7 +58,7 @@ class Progress:
     # -- called by the loop; each is some assignments --------------------------------------------------------------
 
     def on_loss(self, loss: Any) -> None:
-        """Store a loss that `float` can read; it is read when the next line is drawn."""
+        """Store a loss, a number or one-element tensor; it is read when the next line is drawn."""
         self._loss = loss
 
     def on_batch(self) -> None:
@@ -74,7 +74,7 @@ class Progress:
             self._seen.popleft()
 
     def close(self) -> None:
-        """Draw the last line and stop. A blocked terminal is not waited for."""
+        """Draw the last line and stop; waits at most 2 s for a blocked terminal."""
         if not self._over.is_set():
             self._over.set()
             self._thread.join(timeout=2.0)
@@ -112,7 +112,7 @@ class Progress:
         self._drawn = live and not last
 
     def line(self) -> str:
-        """Return the current text."""
+        """Return the current text of the line."""
         parts = [f"step {self._updates:,}"]
         if self._loss is not None:
             parts.append(f"loss {float(self._loss):.4g}")

@@ -23,6 +23,6 @@ MONITORS = {
 
 
 def monitor_class(block: str) -> type[Monitor]:
-    """Return the monitor class of a configuration block, without importing the monitor's package."""
+    """Return the monitor class of a block of the configuration (a key of `MONITORS`); its package is not imported."""
     module, name = MONITORS[block]
     return getattr(import_module(module), name)

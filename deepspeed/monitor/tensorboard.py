@@ -1,4 +1,4 @@
-"""Events for TensorBoard."""
+"""Monitor for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed.monitor.base import Event, Monitor, folder_of
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes event files with tensorboard's writer, which does not need torch.
+    """Monitor for TensorBoard: writes event files with tensorboard's own writer, which does not need torch.
 
     Attributes:
         log_dir: folder of the event files.

@@ -46,7 +46,7 @@ class LivePage:
         self._process = os.getpid()
 
     def write(self, facts: dict[str, Any]) -> None:
-        """Replace the content of the page by values that have a JSON form and fit into the page."""
+        """Replace the content of the page by JSON values; values that exceed 4 KiB are not written."""
         if os.getpid() != self._process:  # a forked loader is no rank
             return
         data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()
@@ -94,8 +94,7 @@ def table(folder: Path, now: float | None = None) -> str:
     """Format one line for each rank, and one for the run.
 
     Args:
-        folder: folder of the run, which is `output_path`/`job_name` in the configuration of a monitor and contains one
-            page per rank.
+        folder: folder of the run: `output_path`/`job_name` of a monitor's configuration.
         now: seconds since 1970; None: the current time.
     """
     now = time.time() if now is None else now
@@ -127,7 +126,7 @@ def table(folder: Path, now: float | None = None) -> str:
 
 
 def main() -> int:
-    """Run the command; returns 0, or 1 if there is no such run."""
+    """Run `ds_top` with the process's command line; returns 0, or 1 if the folder of the run does not exist."""
     parser = argparse.ArgumentParser(prog="ds_top", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run: output_path/job_name of one of its monitors")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks")

@@ -1,4 +1,4 @@
-"""Events for Weights & Biases."""
+"""Monitor for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class WandbMonitor(Monitor):
-    """Logs to a W&B run of its own; WANDB_MODE, WANDB_DIR and WANDB_API_KEY have their usual effect."""
+    """Monitor for W&B: logs to a new run; WANDB_MODE, WANDB_DIR and WANDB_API_KEY have their usual effect."""
 
     module = extra = "wandb"
 
@@ -20,7 +20,7 @@ class WandbMonitor(Monitor):
         self._run = import_module("wandb").init(project=c.project, group=c.group, entity=c.team)
 
     def log(self, data: dict[str, float], step: int | None = None) -> None:
-        """Log values by name, like `wandb.log`."""
+        """Log values by name, as `wandb.log` does; `step` None: W&B's own step."""
         self._run.log(data, step=step)
 
     def write(self, events: list[Event]) -> None:
