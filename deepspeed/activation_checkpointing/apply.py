@@ -1,4 +1,4 @@
-"""Applies activation checkpointing to the repeated blocks of a model if the JSON asks for it."""
+"""Activation checkpointing of a model's repeated blocks, as the `activation_checkpointing` block configures it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers c
 
 
 class BlockForward:
-    """Replacement for the `forward` of a block. A copy or pickle of the block gets the original `forward` back."""
+    """Checkpointed replacement for a block's `forward`. A copy or pickle of the block has the original `forward`."""
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
         self.inner: Callable[..., Any] = block.forward
@@ -40,7 +40,7 @@ class BlockForward:
 
     @staticmethod
     def _without_caches(arguments: Any) -> Any:
-        """Remove key-value caches from the arguments: the recomputation would append to them again."""
+        """Replace key-value caches in the arguments by None: the recomputation would append to them again."""
 
         def keep(value: Any) -> Any:
             if hasattr(value, "get_seq_length"):
@@ -54,7 +54,7 @@ class BlockForward:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Freeze running statistics during recomputation, since they already include the batch."""
+        """Freeze running statistics of batch norms during recomputation, since forward has already updated them."""
         before = []
         for norm in self._norms:
             if norm.training and norm.num_batches_tracked is not None:
@@ -75,7 +75,7 @@ def _itself(value: Any) -> Any:
 
 
 def compile_block(block: nn.Module, **how: Any) -> None:
-    """Compile a block's forward with torch.compile, inside its checkpoint if the block has one."""
+    """Compile a block's forward, inside its checkpoint if it has one; `how` are arguments of `torch.compile`."""
     if isinstance(block.forward, BlockForward):
         block.forward.inner = torch.compile(block.forward.inner, **how)
     else:
@@ -86,7 +86,12 @@ class Wrapping:
     """Activation checkpointing of one model: wrapped blocks, or flags for the model's own checkpoints.
 
     Args:
-        mpu: the client's model-parallel unit; None: the unit of `deepspeed.checkpointing.configure`.
+        model: the model.
+        flags: the `activation_checkpointing` block.
+        mpu: model-parallel unit as in Megatron; None: the unit of `deepspeed.checkpointing.configure`.
+
+    Raises:
+        DeepSpeedConfigError: `enabled` is true, but the model has no repeated blocks.
     """
 
     def __init__(self, model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> None:
@@ -111,7 +116,7 @@ class Wrapping:
 
     @staticmethod
     def flags_set(flags: ActivationCheckpointing) -> list[str]:
-        """Return the names of the true flags that enable checkpointing."""
+        """Return the names of the flags that are true and imply `enabled`."""
         names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
         return [name for name in names if getattr(flags, name)]
 
@@ -183,7 +188,7 @@ class Wrapping:
             )
 
     def remove(self) -> None:
-        """Restore the model's original forward functions."""
+        """Restore the model's original forward functions and remove the hooks."""
         self._unwrap()
         for module, own in self._governed:
             setattr(module, _TRANSFORMERS, own)
@@ -192,7 +197,7 @@ class Wrapping:
 
 
 class _Governed:
-    """A model's own checkpointing function, run under the flags of the JSON."""
+    """Wrapper of a model's own checkpointing function, which applies the configured flags to its calls."""
 
     def __init__(self, own: Callable[..., Any], checkpointer: Checkpointer) -> None:
         self._own, self._checkpointer = own, checkpointer
@@ -206,6 +211,6 @@ class _Governed:
 
 
 def wrap(model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> Wrapping | None:
-    """Apply the flags of the JSON to a model; returns None if no flag needs a change."""
+    """Apply the configured flags to a model; returns None if no flag is set. Arguments and errors as in `Wrapping`."""
     asks = flags.enabled or Wrapping.flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
     return Wrapping(model, flags, mpu) if asks else None

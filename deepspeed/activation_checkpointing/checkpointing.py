@@ -29,12 +29,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set the flags of `checkpoint` for calls outside of an engine whose JSON sets the flags.
+    """Set the flags of `checkpoint` for calls outside of engines that have their own flags.
+
+    For each flag, None means the value of `deepspeed_config`.
 
     Args:
         mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`); None: no model parallelism.
-        deepspeed_config: dict, path or base64 of a JSON; its block `activation_checkpointing` gives the defaults.
-        partition_activations: split every saved input among the ranks of the unit's group.
+        deepspeed_config: dict, path or base64 of a JSON with the block `activation_checkpointing`; None: the defaults.
+        partition_activations: partition every saved input over the ranks of the unit's group.
         contiguous_checkpointing: store saved inputs in one buffer (`contiguous_memory_optimization`).
         num_checkpoints: initial capacity of that buffer, in checkpoints (`number_checkpoints`).
         checkpoint_in_cpu: store saved inputs in host memory (`cpu_checkpointing`).
@@ -84,7 +86,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 class CheckpointFunction:
-    """Activation checkpointing in the form of an autograd function, as Megatron's scripts call it."""
+    """Form of `checkpoint` with the interface of an autograd function, for Megatron's scripts."""
 
     @staticmethod
     def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
@@ -132,7 +134,7 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = rng.MODEL_PARALLEL
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Set the random state of the current device, or of the device with a given index."""
+    """Set the random state of the device with the index `device`; -1: the current device."""
     get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 

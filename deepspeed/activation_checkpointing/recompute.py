@@ -32,7 +32,12 @@ def inside_checkpoint() -> bool:
 
 
 class Checkpointer:
-    """Runner of checkpointed functions under one set of flags. Ranks of the model-parallel group share activations."""
+    """Runner of checkpointed functions under one set of flags.
+
+    Args:
+        flags: the `activation_checkpointing` block.
+        mpu: model-parallel unit; with `partition_activations`, the ranks of its group each store a part of the inputs.
+    """
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
         self.flags, self.mpu = flags, mpu
@@ -50,7 +55,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def governed(self, name: str) -> Iterator[None]:
-        """Apply the flags to the inputs that a call of torch's checkpoint saves."""
+        """Apply the flags to inputs that torch's checkpoint saves inside the context; `name` is for the profile."""
         with self.saver.hooks(), self._boundary(f"{name}, forward"):
             yield
 
@@ -64,7 +69,12 @@ class Checkpointer:
     ) -> Any:
         """Call `function`. Backward calls it again on the same inputs with the same random states.
 
-        Tensors may be in nested lists, tuples and dicts. `again` creates a context around the second call.
+        Args:
+            function: any callable.
+            args: positional arguments; tensors may be in nested lists, tuples and dicts.
+            kwargs: keyword arguments, likewise.
+            again: creates a context around the second call.
+            **options: arguments of `torch.utils.checkpoint.checkpoint`.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -118,7 +128,7 @@ class Checkpointer:
 
 
 class _Fresh:
-    """A context that can be entered repeatedly, for graphs that run backward more than once."""
+    """Context that can be entered repeatedly, for graphs that run backward more than once."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -144,11 +154,11 @@ class CheckpointFlags:
 
     @property
     def mpu(self) -> Any:
-        """Return the model-parallel unit of `configure`."""
+        """Return the model-parallel unit of `configure`; None if there is none."""
         return None if self.configured is None else self.configured.mpu
 
     def configure(self, flags: ActivationCheckpointing, mpu: Any, **values: Any) -> None:
-        """Store the flags and the unit for calls outside of an engine that has its own flags."""
+        """Store flags and unit for calls outside of engines; `values` that are not None replace values of `flags`."""
         changed = {name: value for name, value in values.items() if value is not None}
         self.configured = Checkpointer(ActivationCheckpointing(**flags.model_dump() | changed), mpu)
 

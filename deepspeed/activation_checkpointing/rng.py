@@ -1,4 +1,4 @@
-"""Named random states. Inside `fork` each tensor-parallel rank draws differently; outside, all ranks draw the same."""
+"""Named random states, as in Megatron: inside `fork`, tensor-parallel ranks draw different numbers, else equal ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RNGTracker:
         return seeded
 
     def reseed(self, name: str, seed: int) -> None:
-        """Create a state or seed it again; the device's default state does not change."""
+        """Create the state `name` or seed it again; the device's default state does not change."""
         self._states[name] = self._state_after(seed)
 
     @contextlib.contextmanager
@@ -81,6 +81,6 @@ tracker = RNGTracker()
 
 
 def of_model_parallel(mpu: Any, what: str) -> Any:
-    """Return the model-parallel `rank` or `group` of a client's unit; None if there is no unit."""
+    """Return the rank or the group (`what`: "rank", "group") of a model-parallel unit; None if there is no unit."""
     get = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
     return None if get is None else get()

@@ -20,10 +20,10 @@ from deepspeed.foundation.partition import partition_uniform
 
 @dataclass(eq=False)
 class Saved:
-    """Stored form of one tensor.
+    """Stored form of one saved input.
 
     Args:
-        values: 1-D; the elements that this rank stores.
+        values: elements that this rank stores, 1-D.
         shape, stride: of the original tensor.
         device: device that backward needs the tensor on.
         tier: "device" or "host".
@@ -38,7 +38,7 @@ class Saved:
 
 @dataclass(eq=False)
 class _Row:
-    """A buffer and its fill counters, in elements."""
+    """Buffer and its fill counters, in elements."""
 
     buffer: torch.Tensor
     filled: int = 0
@@ -52,9 +52,12 @@ class _Row:
 
 
 class ActivationBuffers:
-    """One contiguous buffer per dtype and device. Tensors are placed one after the other until all are returned.
+    """Contiguous buffers, one per dtype and device. Tensors are placed one after the other until all are returned.
 
     A buffer grows to the peak number of elements in use. Tensors that do not fit get memory of their own.
+
+    Args:
+        count: initial size of a buffer, in multiples of its first tensor.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +65,10 @@ class ActivationBuffers:
         self._rows: dict[tuple[torch.dtype, torch.device], _Row] = {}
 
     def take(self, count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> tuple[torch.Tensor, _Row]:
-        """Allocate `count` elements; returns the tensor and the row that takes them back."""
+        """Allocate `count` elements on a device, `pinned`: in page-locked memory; returns the tensor and its row.
+
+        The caller returns the elements with `row.give_back(count)`.
+        """
         key = (dtype, place)
         if key not in self._rows:
             self._rows[key] = _Row(empty(count * self._count, dtype, place, pinned))
@@ -77,23 +83,24 @@ class ActivationBuffers:
         return row.buffer[row.filled - count : row.filled], row
 
     def clear(self) -> None:
-        """Drop the buffers; tensors that still use them keep their memory alive."""
+        """Free the buffers, each as soon as no tensor uses it any more."""
         self._rows.clear()
 
 
 def empty(count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> torch.Tensor:
-    """Allocate an uninitialized 1-D tensor."""
+    """Allocate an uninitialized 1-D tensor on a device, `pinned`: in page-locked host memory."""
     return torch.empty(count, dtype=dtype, device=place, pin_memory=pinned)
 
 
 class Saver:
-    """Stores the inputs of checkpoints according to the flags, and restores them in backward.
+    """Storage for the inputs of checkpoints according to the flags; backward restores them.
 
-    Inputs that need no gradient (masks, positions, the batch) and parameters are not moved: blocks share them and
-    other code holds them.
+    Inputs that need no gradient (masks, positions, the batch) and parameters are not moved: they stay in memory anyway,
+    and blocks share them.
 
     Args:
-        axis: ranks that hold the same activations and can each store a part; None: no partitioning.
+        flags: the `activation_checkpointing` block.
+        axis: ranks that have the same activations and can each store a part; None: no partitioning.
     """
 
     def __init__(self, flags: ActivationCheckpointing, axis: Axis | None) -> None:
@@ -106,7 +113,7 @@ class Saver:
         self._turns = itertools.count()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the hooks for tensors that torch's checkpoint saves; these are only its inputs."""
+        """Return a context with hooks for the tensors that torch's checkpoint saves, which are its inputs."""
         if self._axis is None and not self._host and self.buffers is None:
             return contextlib.nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
