@@ -1,4 +1,4 @@
-"""A global batch size that is valid for many world sizes, and the `ds_elastic` command."""
+"""Global batch sizes that are valid for many world sizes, and the `ds_elastic` command."""
 
 from __future__ import annotations
 

@@ -29,20 +29,30 @@ _MOST_DEVICES = 720720
 
 
 class ElasticityError(DeepSpeedConfigError):
-    """The `elasticity` block has no valid batch size."""
+    """Error of the `elasticity` block, such as a block that has no valid batch size."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """A key of the `elasticity` block is missing or invalid."""
+    """Error: a key of the `elasticity` block is missing or invalid."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """This number of ranks cannot divide the batch of the `elasticity` block."""
+    """Error: the batch of the `elasticity` block cannot be divided by the number of ranks."""
 
 
 @dataclass(frozen=True)
 class ElasticityConfig:
-    """Checked keys of an `elasticity` block."""
+    """Checked values of an `elasticity` block.
+
+    Attributes:
+        max_batch: maximum global batch, in samples.
+        micro_batches: allowed micro-batches per rank, in samples.
+        min_gpus, max_gpus: bounds of the number of ranks.
+        prefer_larger: whether the larger of equally good batches is chosen.
+        version: version of the block, 0.1 or 0.2; 0.2 counts whole nodes and knows model parallelism.
+        gpus_per_node: ranks per node.
+        model_parallel: model-parallel ranks, which share their samples.
+    """
 
     max_batch: int
     micro_batches: tuple[int, ...]
@@ -63,7 +73,7 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 
 def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
-    """Read the `elasticity` block and add its defaults.
+    """Check the `elasticity` block and add its defaults.
 
     Raises:
         ElasticityConfigError: a key is missing, has the wrong type, or does not exist in the block's version.
@@ -114,14 +124,16 @@ def compute_elastic_config(
         ds_config: configuration with the block.
         target_deepspeed_version: version that will read the configuration; 0.3.8 or later.
         world_size: ranks of the run; 0: WORLD_SIZE, if version 0.2 of the block needs the number.
-        return_microbatch: also return the micro-batch, as with a `world_size` above 0.
+        return_microbatch: whether to return the micro-batch even if `world_size` is 0.
 
     Returns:
-        (global batch, valid numbers of ranks), and the micro-batch for `world_size` ranks.
+        (global batch, valid numbers of ranks), and the micro-batch if `world_size` is above 0 or `return_microbatch`.
 
     Raises:
         ElasticityConfigError: the block is missing or invalid.
         ElasticityIncompatibleWorldSize: `world_size` ranks cannot divide the batch.
+        ElasticityError: no batch is valid, or the version is too old.
+        ValueError: `ds_config` is no mapping, or a micro-batch is larger than the maximum batch.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config is a {type(ds_config).__name__}, not a dict")
@@ -210,7 +222,7 @@ def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: boo
 
 
 def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[int]:
-    """Return the device counts that divide a batch evenly."""
+    """Return the device counts within the bounds `devices` that divide a batch into equal numbers of micro-batches."""
     counts: set[int] = set()
     for size in micro:
         if batch % size == 0:
@@ -221,7 +233,7 @@ def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[i
 
 
 def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int | None]:
-    """Compute the batch for version 0.2: whole nodes divide the batch, each by its data-parallel ranks."""
+    """Return (batch, valid data-parallel sizes, micro-batch) for version 0.2, which counts whole nodes."""
     per_node = block.gpus_per_node // block.model_parallel
     nodes = (max(1, block.min_gpus // block.gpus_per_node), max(1, block.max_gpus // block.gpus_per_node))
     batch, valid = _best(block.micro_batches, block.max_batch // per_node, nodes, block.prefer_larger)
@@ -237,10 +249,10 @@ def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int 
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare the block with the one from which the scheduler chose the job's size (DEEPSPEED_ELASTICITY_CONFIG).
+    """Check that the block agrees with DEEPSPEED_ELASTICITY_CONFIG, if the scheduler has set that variable.
 
     Raises:
-        ElasticityConfigError: they differ in a key that determines the batch.
+        ElasticityConfigError: they differ in a key that determines the batch, or one is invalid.
     """
     seen = os.environ.get(SCHEDULER_VIEW)
     if not seen:
@@ -255,7 +267,11 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the batch, world sizes and micro-batches of the block; returns 0, or 1 if there is no valid batch."""
+    """Run `ds_elastic`: print the batch and its valid world sizes; returns 0, or 1 after an error.
+
+    Args:
+        args: the command line; None: that of the process.
+    """
     parser = argparse.ArgumentParser(prog="ds_elastic", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-c", "--config", required=True, help="the JSON file")
     parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks: prints their micro-batch too")
