@@ -1,4 +1,4 @@
-"""Loader of the native library; the library is optional."""
+"""Loader of the native library of CPU kernels, which is optional."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ presented: Replaceable[Callable[[ctypes.CDLL], ctypes.CDLL]] = Replaceable(lambd
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library, loaded at the first call; None (logged once on rank 0) if Python and torch must do its work.
+    """Return the library, loaded at the first call; None if it cannot be used, which is logged once on rank 0.
 
-    Callers declare the argument types of the functions they use. The environment variable `DS_NATIVE=0` disables it.
+    Callers declare the argument types of the functions that they use, and compute with torch if it is None. The
+    environment variable `DS_NATIVE=0` disables it.
     """
     loaded = _load()[0]
     return None if loaded is None else presented.current(loaded)

@@ -24,7 +24,7 @@ class _SimulatedLibrary:
 
 
 def simulated_library(_loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Replace the loaded library in runs without tensor values."""
+    """Return a library whose functions do nothing, for runs without tensor values; the argument has no effect."""
     return cast(ctypes.CDLL, _library)
 
 
