@@ -1,4 +1,4 @@
-"""Test suites for components of third parties; this package runs them on its own components too."""
+"""Test suites for third-party components such as accelerators; this package tests its own components with them."""
 
 from __future__ import annotations
 

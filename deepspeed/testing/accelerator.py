@@ -1,4 +1,4 @@
-"""Contract tests of an accelerator: each name of the protocol is called, and its effect is asserted.
+"""Contract tests of an accelerator: each method of the protocol is called, and its effect is checked.
 
     @pytest.mark.parametrize("check", accelerator_checks(), ids=str)
     def test_the_contract(check):
@@ -23,11 +23,11 @@ _BYTES = 64 * 1024**2  # bytes of a tensor large enough for the memory statistic
 
 @dataclass(frozen=True)
 class AcceleratorCheck:
-    """Check of several related names.
+    """Check of several related methods of an accelerator.
 
     Args:
-        names: all names that the check calls.
-        run: called with the accelerator; raises `ContractError`.
+        names: names of all methods that the check calls.
+        run: called with the accelerator; raises `ContractError` if the check fails.
     """
 
     names: tuple[str, ...]
@@ -37,10 +37,10 @@ class AcceleratorCheck:
         return self.run.__name__.removeprefix("_")
 
     def __call__(self, accelerator: Any) -> None:
-        """Run the check.
+        """Run the check on an object with the methods of `Accelerator`.
 
         Raises:
-            ContractError: a name is missing, or does not behave as the protocol specifies.
+            ContractError: a method is missing, or does not behave as the protocol specifies.
         """
         missing = [name for name in self.names if not callable(getattr(accelerator, name, None))]
         expect(not missing, f"methods {', '.join(missing)}")
@@ -48,11 +48,11 @@ class AcceleratorCheck:
 
 
 def expect(holds: object, what: str) -> None:
-    """Raise unless `holds`.
+    """Raise ContractError unless `holds` is true.
 
     Args:
         holds: the condition.
-        what: the requirement, in words.
+        what: the requirement, as words that follow "an accelerator must have".
 
     Raises:
         ContractError: the condition is false.
@@ -73,7 +73,7 @@ def _shows(*names: str) -> Callable[[Callable[[Any], None]], Callable[[Any], Non
 
 
 def accelerator_checks() -> list[AcceleratorCheck]:
-    """Return all checks; together they call every name of the protocol."""
+    """Return all checks; together they call every method of the protocol."""
     return list(_CHECKS)
 
 
