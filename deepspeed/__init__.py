@@ -1,4 +1,4 @@
-"""Training and inference of models that are too large for one device, configured by one JSON."""
+"""Training and inference of models that are too large for one device, configured by one JSON file."""
 
 from __future__ import annotations
 

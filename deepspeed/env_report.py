@@ -34,7 +34,11 @@ _LITTLE_SHARED_MEMORY = 1 << 30
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the report. Return 0, or 1 if DS_ACCELERATOR names an accelerator that the machine does not have."""
+    """Print the report for the command line `args` (None: that of the process).
+
+    Returns:
+        0, or 1 if DS_ACCELERATOR names an accelerator that the machine does not have.
+    """
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out which features there are")

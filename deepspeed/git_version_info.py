@@ -1,4 +1,4 @@
-"""Version of the package, under the module name that upstream uses. Wheels have no commit."""
+"""Version of the package, under the name of DeepSpeed's module. Commit and branch are None."""
 
 from __future__ import annotations
 
