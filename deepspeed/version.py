@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-# What stands before "+" orders it: later than every release that clients ask for at least. What follows says whose it
-# is, so that no report, checkpoint or `pip list` takes it for a release of the project whose interface it has.
+# The part before "+" is above every release that clients require at least. The part after it names the origin, so that
+# no report, checkpoint or `pip list` shows it as a release of the project that defines the interface.
 __version__ = "1.0.0+independent"

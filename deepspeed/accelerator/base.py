@@ -57,7 +57,7 @@ class Accelerator:
         return list(value) if isinstance(value, list) else value
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return the device name in torch's form: "cuda", "cuda:1" or "cpu"."""
+        """Return the device name in torch's form, such as "cuda", or "cuda:1" with an index."""
         return self.name if device_index is None else f"{self.name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:

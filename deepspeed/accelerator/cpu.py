@@ -51,7 +51,7 @@ class CpuAccelerator(Accelerator):
         return "cpu"
 
     def empty_cache(self) -> None:
-        """Return freed memory that the C library caches to the system (glibc only)."""
+        """Release to the system the freed memory that the C library caches (glibc only)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -82,11 +82,11 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the memory of the device, in bytes."""
+        """Return the memory of a device, in bytes; None: the current device."""
         return torch.cuda.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the device's free memory plus the memory that torch has reserved but not allocated, in bytes."""
+        """Return the bytes that are free on a device (None: current), or reserved by torch but not allocated."""
         held = torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
         return torch.cuda.mem_get_info(device_index)[0] + held
 
@@ -113,7 +113,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda._lazy_call(callback)
 
     def range_push(self, msg: str) -> None:
-        """Open an NVTX range."""
+        """Open an NVTX range with the name `msg`."""
         torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self) -> None:

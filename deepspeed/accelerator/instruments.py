@@ -64,7 +64,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Return memory that torch has reserved but not allocated to the device."""
+    """Release to the device the memory that torch has reserved but not allocated."""
     get_accelerator().empty_cache()
 
 

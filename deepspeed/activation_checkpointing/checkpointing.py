@@ -70,8 +70,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         function: a module or callable.
         args: positional arguments of `function`.
-        kwargs: keyword arguments of `function`. Keywords of `torch.utils.checkpoint.checkpoint` are dropped, so that
-            scripts can replace that function by this one.
+        kwargs: keyword arguments of `function`. For scripts that replace `torch.utils.checkpoint.checkpoint`,
+            `preserve_rng_state`, `determinism_check` and `debug` are passed to it, and `use_reentrant` is dropped.
 
     Returns:
         The outputs of `function`.

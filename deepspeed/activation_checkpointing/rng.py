@@ -1,4 +1,4 @@
-"""Named random states, as in Megatron: inside `fork`, tensor-parallel ranks draw different numbers, else equal ones."""
+"""Named random states as in Megatron: tensor-parallel ranks draw different numbers only inside `fork`."""
 
 from __future__ import annotations
 

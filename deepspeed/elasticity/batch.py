@@ -49,7 +49,7 @@ class ElasticityConfig:
         micro_batches: allowed micro-batches per rank, in samples.
         min_gpus, max_gpus: bounds of the number of ranks.
         prefer_larger: whether the larger of equally good batches is chosen.
-        version: version of the block, 0.1 or 0.2; 0.2 counts whole nodes and knows model parallelism.
+        version: version of the block, 0.1 or 0.2; 0.2 counts whole nodes and supports model parallelism.
         gpus_per_node: ranks per node.
         model_parallel: model-parallel ranks, which share their samples.
     """

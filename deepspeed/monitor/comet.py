@@ -27,7 +27,7 @@ class CometMonitor(Monitor):
         self._logged: dict[str, int] = {}
 
     def write(self, events: list[Event]) -> None:
-        """Log the events that are due."""
+        """Log each event if `samples_log_interval` samples have passed since the last one of its name."""
         for event in events:
             last = self._logged.get(event.name)
             if last is None or event.step - last >= self.samples_log_interval:

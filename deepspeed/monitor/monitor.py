@@ -115,7 +115,7 @@ class MonitorMaster:
                 feed.send(line)
 
     def close(self) -> None:
-        """Wait for the writers to write all events and end, for at most 30 s or so."""
+        """Wait for the writers to write all events and end; they are killed after about 30 s."""
         self._closing()
         page, self._page, self._page_settings = self._page, None, None
         if page is not None:

@@ -1,4 +1,4 @@
-"""`ds_top RUN`: shows all ranks of a run live, from another terminal. Each rank writes a memory-mapped status page.
+"""Live view of all ranks of a run in another terminal: `ds_top RUN`. Each rank writes a memory-mapped status page.
 
 [Note: half a page] A reader may read in the middle of a write. The length is zero during a write, and a page that does
 not parse is read again.

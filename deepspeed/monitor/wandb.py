@@ -20,7 +20,7 @@ class WandbMonitor(Monitor):
         self._run = import_module("wandb").init(project=c.project, group=c.group, entity=c.team)
 
     def log(self, data: dict[str, float], step: int | None = None) -> None:
-        """Log values by name, as `wandb.log` does; `step` None: W&B's own step."""
+        """Log `data`, values by name, as `wandb.log` does; `step` None: W&B's own step."""
         self._run.log(data, step=step)
 
     def write(self, events: list[Event]) -> None:

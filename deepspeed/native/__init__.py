@@ -36,8 +36,7 @@ presented: Replaceable[Callable[[ctypes.CDLL], ctypes.CDLL]] = Replaceable(lambd
 def library() -> ctypes.CDLL | None:
     """Return the library, loaded at the first call; None if it cannot be used, which is logged once on rank 0.
 
-    Callers declare the argument types of the functions that they use, and compute with torch if it is None. The
-    environment variable `DS_NATIVE=0` disables it.
+    Callers declare the argument types of its functions. `DS_NATIVE=0` in the environment disables the library.
     """
     loaded = _load()[0]
     return None if loaded is None else presented.current(loaded)

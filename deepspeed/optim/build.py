@@ -223,7 +223,7 @@ def build_configured(
     """Create the optimizer of a configuration; `groups` and errors as in `build_optimizer`.
 
     Raises:
-        OptimizerError: also if the configuration names no optimizer.
+        OptimizerError: the configuration names no optimizer.
     """
     section = config.optimizer
     if section is None or not section.type:

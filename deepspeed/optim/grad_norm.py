@@ -125,7 +125,7 @@ class CheckOverflow:
         return self._anywhere(overflow) if reduce_overflow else overflow
 
     def has_overflow_serial(self, params: Params) -> bool:
-        """Return whether a gradient on this rank is not finite."""
+        """Return whether a gradient of `params` on this rank is not finite."""
         return any(self._has_inf_or_nan(grad) for p in params if (grad := p.grad) is not None)
 
     def has_overflow(self, params: Params, has_moe_params: bool | None = None) -> bool:
@@ -159,7 +159,7 @@ class CheckOverflow:
 def get_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, mpu: Any = None
 ) -> torch.Tensor:
-    """Return the norm of all gradients as one vector.
+    """Return the p-norm of all gradients, taken as one vector.
 
     Args:
         parameters: one or several parameters; those without a gradient are ignored.

@@ -37,6 +37,10 @@ class LRSchedule:
 
     The counter starts at -1, so that the first `step()` sets iteration 0. Before that, the groups have the rates of
     `get_lr()` at -1.
+
+    Args:
+        optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+        last_batch_iteration: last finished iteration; -1: none.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -286,7 +290,7 @@ class LRRangeTest(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Return min * (1 + rate * interval), interval = (it + 1) / step_size, rounded down for a staircase."""
+        """Return min * (1 + step_rate * n), with n = (iteration + 1) / step_size, rounded down for a staircase."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * factor for lr in self.min_lr]

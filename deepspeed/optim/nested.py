@@ -52,6 +52,10 @@ class NestedState(MutableMapping[Tensor, Any]):
     Keys of an entry begin with the attribute path of the nested optimizer and a dot (`base.exp_avg`). So code that
     moves, saves or reads the outer state covers the nested state. The outer `state` is looked up at each access,
     so it may be replaced.
+
+    Args:
+        optimizer: the outer optimizer.
+        prefix: attribute path of the nested optimizer and a dot.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
@@ -125,7 +129,7 @@ class Counters:
 
     Attributes:
         groups: values of each parameter group, without its parameters.
-        attributes: plain values in each object's attributes.
+        attributes: numbers, strings and one-element tensors in each optimizer's attributes.
         named: entries of each optimizer's state whose keys are names instead of parameters.
     """
 

@@ -49,7 +49,7 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
     Layers with another policy keep it (such as a last layer in float32, as Keras recommends).
 
     Raises:
-        DeepSpeedConfigError: all layers have another dtype. The message names the policy for the JSON's block.
+        DeepSpeedConfigError: all layers compute in another dtype; the message names the policy to set.
     """
     by_layer, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
     if by_layer and dtype != torch.float32 and wanted not in by_layer.values():

@@ -3,8 +3,8 @@
 ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and with offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not
-declare it, so it is tested.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not declare it, so it
+is tested.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MethodTraits:
     by_parameter: bool
 
     def joined(self, other: MethodTraits) -> MethodTraits:
-        """Combine the traits of a method from two tests."""
+        """Return the combined traits of this and another test of the same method."""
         return MethodTraits(self.reads_gradients or other.reads_gradients, self.by_parameter and other.by_parameter)
 
 
@@ -75,10 +75,10 @@ class UpdateTraits:
     """Ways in which an optimizer's update can be split.
 
     Attributes:
-        known: the class is from torch or this package, so nothing was run.
-        by_parameter: ranks that each update some parameters give the same result as one process.
-        in_parts: several steps, each with the gradients of some parameters, give the same result as one step.
-        counts_alone: a group's counters advance with each step even if the group has no parameters.
+        known: whether the class is from torch or this package, so that nothing was run.
+        by_parameter: whether ranks that each update some parameters give the same result as one process.
+        in_parts: whether several steps, each with the gradients of some parameters, give the same result as one step.
+        counts_alone: whether a group's counters advance with each step even if the group has no parameters.
         how: requirements of `step`.
         methods: traits of public methods that write parameters or state outside of `step`, by name.
         kept_in: path of an attribute with parameters, if a step updates these instead of the groups' own; else "".

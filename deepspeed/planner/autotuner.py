@@ -95,7 +95,7 @@ class Autotuner:
         return machine
 
     def _judged(self, machine: Machine) -> list[Judged]:
-        """Predict plans from a simulated run of the script; if it fails, return those near the user's micro-batch."""
+        """Predict plans by a simulated run of the script; if it fails, return some near the user's micro-batch."""
         plans = [plan for plan in legal_plans(self._batch, machine) if self._wanted(plan)]
         if not plans:
             raise ArgumentError(
@@ -199,7 +199,7 @@ class Autotuner:
         (self._results / "summary.txt").write_text("\n".join(lines) + "\n")
 
     def print_tuning_results(self) -> None:
-        """Print the table of plans, the summary and the best plan; nothing before `tune`."""
+        """Print the table of plans, the summary and the best plan; does nothing before `tune`."""
         if self.answer is None:
             return
         print(table(self.answer.judged, machine=self._machine))
@@ -211,7 +211,7 @@ class Autotuner:
             print(f"best: {best.plan.name}, {self.answer.best_time()} for an update; {self._results / OPTIMAL}")
 
     def write_optimal_config(self) -> None:
-        """Write ds_config_optimal.json and cmd_optimal.txt to the results folder; nothing if no plan fits."""
+        """Write ds_config_optimal.json and cmd_optimal.txt to the results folder; does nothing if no plan fits."""
         if self.answer is None or self.answer.best is None:
             return
         config = self.answer.best.plan.config(self._base, self._machine.folder) | {"train_batch_size": self._batch}

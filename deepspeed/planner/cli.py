@@ -1,4 +1,4 @@
-"""Find the best plan for a model, machine and global batch, with a table of all plans and reasons (`ds_plan`)."""
+"""Find the fastest plan for a model, machine and global batch; prints all plans with reasons (`ds_plan`)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[s
 
 
 def say_trial(tried: Judged) -> None:
-    """Print a plan's predicted and measured time, or why its trial failed; nothing for a plan without a trial."""
+    """Print a plan's predicted and measured time, or why its trial failed; does nothing without a trial."""
     outcome = tried.trial
     if outcome is not None:
         measured = f"measured {(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason

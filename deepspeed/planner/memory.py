@@ -125,8 +125,10 @@ def simulate(
     per_host: int = 0,
     stage_outputs: dict[int, Any] | None = None,
 ) -> MemoryCount:
-    """Run a prediction. A pipeline stage needs the messages of earlier stages; if they are unknown, those stages run
-    first, without `beside`.
+    """Run a program as one rank of a simulated world.
+
+    A pipeline stage needs the messages of earlier stages. If they are unknown, those stages run first, without
+    `beside`.
 
     Args:
         program: the program to run.
@@ -177,7 +179,10 @@ def measure_memory(
     optimizer: Any = None,
     updates: int = 3,
 ) -> MemoryCount:
-    """Measure this rank's memory in a real run. All ranks must call this. Arguments as in `predict_memory`."""
+    """Measure this rank's memory in a real run. All ranks must call this.
+
+    Arguments and errors as in `predict_memory`.
+    """
     return replace(_counted(Program(model, config, batch, loss, optimizer, updates)), measured=True)
 
 

@@ -46,11 +46,14 @@ class MeshShape:
         return self.tensor * self.sequence * self.stages
 
     def shard_ranks(self, ranks: int) -> range:
-        """Return the ranks, of `ranks`, with rank 0's model slice; ZeRO shards over them, or over `shard` of them."""
+        """Return the ranks with the same model slice as rank 0 in a run of `ranks` ranks.
+
+        ZeRO shards over all of them, or over groups of `shard`.
+        """
         return range(0, ranks // self.stages, self.tensor)
 
     def firsts(self, ranks: int) -> range:
-        """Return the first rank of each pipeline stage, of `ranks` ranks."""
+        """Return the first rank of each pipeline stage in a run of `ranks` ranks."""
         return range(0, ranks, ranks // self.stages)
 
     def ask(self, config: dict[str, Any]) -> None:
@@ -65,7 +68,7 @@ class MeshShape:
             config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
 
     def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
-        """Return the bytes that a rank, of `ranks`, receives in an update with `reductions` reduce-scatters and
+        """Return the bytes that one of `ranks` ranks receives in an update with `reductions` reduce-scatters and
         `gathers` all-gathers of a model of `whole` bytes."""
         group = len(self.shard_ranks(ranks))
         shard = self.shard or group

@@ -40,7 +40,7 @@ class Heard:
     Args:
         model: copy of the model before the call.
         config: the configuration.
-        optimizer: a callable that creates one from parameters, or None.
+        optimizer: a callable that creates an optimizer from parameters; None: the configured one.
         args, kwargs: arguments of the first forward.
     """
 
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def is_allowed(plan: TrainingPlan, limits: dict[str, Any]) -> bool:
-    """Return whether a plan is within the user's limits and needs no pipeline, which a training loop cannot run.
+    """Return whether a plan is within the user's limits and has no pipeline stages, which a script's loop cannot run.
 
     Args:
         plan: the plan.

@@ -182,7 +182,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Task:
-    """Run to plan.
+    """Training run to plan.
 
     Args:
         model: see `Program`.
@@ -202,7 +202,7 @@ class Task:
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Return every data-parallel plan for a global batch of `train_batch` samples, largest micro-batches first.
+    """Return every data-parallel plan for a global batch of `train_batch` samples, roughly by decreasing memory.
 
     Micro-batches have at most `most_micro` samples.
 
@@ -233,7 +233,7 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
 def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
     """Return plans with one more axis besides data parallelism, for a global batch of `train_batch` samples.
 
-    Only a few sizes of each axis, without offload, since each plan needs a simulated run. Micro-batches have at most
+    They have a few sizes of each axis and no offload, since each plan needs a simulated run. Micro-batches have at most
     `most_micro` samples.
     """
     plans = []
@@ -454,8 +454,8 @@ def search(
 
 
 def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
-    """Return the reason to skip a plan with an axis: a plan with a larger micro-batch or without recompute fits. For
-    pipelines, several such plans must fit, since smaller micro-batches reduce the waiting between stages."""
+    """Return the reason to skip a plan with another mesh axis: a plan with a larger micro-batch or without recompute
+    fits. For pipelines, several such plans must fit, since smaller micro-batches reduce the waiting between stages."""
     if plan.shape == DATA_PARALLEL:
         return ""
     larger = []

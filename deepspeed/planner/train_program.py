@@ -97,7 +97,7 @@ class Program:
             engine: engine of the model.
             after: called after each engine call that can allocate memory.
             mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
-                backward (`B0`), and each `STEP`.
+                backward (`B0`), and each `STEP`. None: not called.
 
         Raises:
             ArgumentError: the output has no tensor that requires gradients.

@@ -109,11 +109,14 @@ class Script:
         return words
 
     def command(self, config: Mapping[str, Any], flags: Mapping[str, str], path: str = "{config}") -> Command:
-        """Return the command that starts the script with a JSON; see `with_json`."""
+        """Return the command that starts the script with another JSON; each trial's path replaces `{config}` in `path`.
+
+        `config`, `flags` and errors as in `with_json`.
+        """
         return Command(self.options, [self.name, *self.with_json(path, config, flags)])
 
     def train_batch(self, base: Mapping[str, Any], flags: Mapping[str, str]) -> tuple[int, int]:
-        """Return the global batch and the user's micro-batch (0 if unknown), from the JSON or the script's flags.
+        """Return the global batch and the micro-batch (0: unknown), from the JSON `base` or the script's `flags`.
 
         Raises:
             ArgumentError: neither has the global batch.

@@ -106,13 +106,16 @@ class Command:
         return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
 
     def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
-        """Start the launcher, with files for its output, in its own session: Ctrl-C reaches only this process."""
+        """Start the launcher in its own session, so that Ctrl-C reaches only this process; `out`, `err` are files."""
         line = self.line(config)
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
 
 
 def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
-    """Return a plan's configuration with an `autotuning` block: updates `first` to `last` are measured in `folder`."""
+    """Return a plan's configuration with an `autotuning` block that measures updates.
+
+    The updates `first` to `last` are measured; the results are written to `folder`.
+    """
     block = {"enabled": True, "metric_path": str(folder / METRICS)}
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 

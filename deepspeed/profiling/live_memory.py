@@ -104,7 +104,7 @@ class LiveMemory(DispatchMode):
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
 
     def mark(self, kinds: Iterable[tuple[str, Iterable[torch.Tensor | None]]]) -> None:
-        """Set the category of tensors, also for the past, in place of that of the constructor's `category`.
+        """Set the category of tensors, also retroactively, in place of the one that `category` returned.
 
         Args:
             kinds: (category, tensors); a storage gets the category of the first entry that contains it.

@@ -175,7 +175,10 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
+        """Call `sequence_tiled_compute`, which describes the other arguments.
+
+        `args` are the values of `keys_to_shard`, then those of `keys_to_pass`.
+        """
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         how = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)

@@ -197,7 +197,7 @@ class SequenceModel:
             self.disable_in_eval = disabled
 
     def remove(self) -> None:
-        """Restore the original model."""
+        """Restore the model's own attention and loss, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         implementation, self.model.loss_function = self._before

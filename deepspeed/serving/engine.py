@@ -27,7 +27,7 @@ class EngineProcess:
     Args:
         options: options of the engine.
         on_step: called on the event loop with every `Step`.
-        on_end: called once on the event loop, with the reason, when the process has ended.
+        on_end: called on the event loop, with the reason, if the process ends by itself after the model is loaded.
     """
 
     def __init__(self, options: EngineOptions, on_step: Callable[[Step], None], on_end: Callable[[str], None]) -> None:

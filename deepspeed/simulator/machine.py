@@ -81,7 +81,7 @@ class Machine:
         return self.matrix_efficiency * next((rate for size, rate in reversed(table) if side >= size), table[0][1])
 
     def first_touch(self, nbytes: float) -> float:
-        """Return the additional seconds of the first write to a new block."""
+        """Return the additional seconds of the first write to a new block of `nbytes` bytes."""
         rate = next((rate for size, rate in reversed(self.fresh) if nbytes >= size), 0.0)
         return nbytes / rate if rate else 0.0
 

@@ -42,7 +42,7 @@ class TimedOp:
         name: name of the entry.
         kind: kind of the entry.
         begin, end: seconds from the start of the step.
-        where: the last mark before it.
+        where: name of the last mark before it.
     """
 
     track: str

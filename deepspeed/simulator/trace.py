@@ -27,7 +27,7 @@ class HostEvent:
     """Entry of a recording: an operation that the host runs or launches, in host order.
 
     Args:
-        kind: one of the constants above.
+        kind: one of this module's constants.
         name: the operator, the collective, `to_host` or `to_device`, `read` or `write`, or the name of the mark.
         stream: stream of the launch; of a disk: 0.
         flops: floating-point operations of matrix products and attention.
@@ -36,7 +36,7 @@ class HostEvent:
         group: for a message, its ranks.
         lane: for a message, its communicator, within which messages keep their order.
         after: for an order or a wait, the index of the entry that it waits for.
-        where: the last mark.
+        where: name of the last mark before it.
     """
 
     kind: str

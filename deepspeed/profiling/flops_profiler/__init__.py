@@ -1,4 +1,4 @@
-"""Parameters, operations and time of a model, by module."""
+"""Profiler of parameters, floating-point operations and time of a model, by module."""
 
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_model_profile
 

@@ -1,4 +1,4 @@
-"""Parameters, floating-point operations and time of a model by module. Operations are counted at operator dispatch."""
+"""Profiler of parameters, floating-point operations (counted at operator dispatch) and time of a model, by module."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Counter(Attribution):
         self.unhook()
 
     def add(self, flops: int, again: int) -> None:
-        """Add an operator's operations; `again` of them are recomputation."""
+        """Add an operator's `flops` operations; `again` of them are recomputation."""
         whose, phase = self.where()
         if whose is None:
             return
@@ -251,7 +251,7 @@ class FlopsProfiler:
         """Return the measurements by module name ("" is the model), each including the module's descendants.
 
         Raises:
-            UsageError: nothing was profiled. This and all methods that return or print results raise it.
+            UsageError: nothing was profiled; other methods that need results raise it too.
         """
         counted, timed = self._numbers
         totals = counted.totals()

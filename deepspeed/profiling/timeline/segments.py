@@ -217,8 +217,8 @@ class Waits:
     def _last(self, index: int, piece: Segment) -> tuple[int, int]:
         """Return (rank position, time) of the last rank to arrive at the message of a segment; (-1, 0) if none is late.
 
-        A CALL segment is a collective that all ranks enter. The message of a WAIT segment is sent at
-        the end of the other rank's call.
+        A CALL segment is a collective that all ranks enter. The message of a WAIT segment is sent at the
+        end of the other rank's call.
         """
         if piece.label.startswith("gather of ") and piece.category != CALL:
             return self._busiest(index, piece, whole=False)
