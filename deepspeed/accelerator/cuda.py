@@ -91,7 +91,7 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.mem_get_info(device_index)[0] + held
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a page-locked copy of a host tensor, for asynchronous copies to the device."""
+        """Return a page-locked copy of a host tensor, for asynchronous copies; `align_bytes` has no effect."""
         return tensor.pin_memory()
 
     def lock_pages(self, tensor: torch.Tensor) -> Callable[[], object]:

@@ -24,7 +24,12 @@ _TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers c
 
 
 class BlockForward:
-    """Checkpointed replacement for a block's `forward`. A copy or pickle of the block has the original `forward`."""
+    """Checkpointed replacement for a block's `forward`. A copy or pickle of the block has the original `forward`.
+
+    Args:
+        block: the block.
+        checkpointer: runner of its calls.
+    """
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
         self.inner: Callable[..., Any] = block.forward

@@ -65,7 +65,7 @@ class ActivationBuffers:
         self._rows: dict[tuple[torch.dtype, torch.device], _Row] = {}
 
     def take(self, count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> tuple[torch.Tensor, _Row]:
-        """Allocate `count` elements on a device, `pinned`: in page-locked memory; returns the tensor and its row.
+        """Allocate `count` elements on the device `place`, pinned if `pinned`; returns the tensor and its row.
 
         The caller returns the elements with `row.give_back(count)`.
         """
@@ -88,7 +88,7 @@ class ActivationBuffers:
 
 
 def empty(count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> torch.Tensor:
-    """Allocate an uninitialized 1-D tensor on a device, `pinned`: in page-locked host memory."""
+    """Allocate an uninitialized 1-D tensor of `count` elements on the device `place`, pinned if `pinned`."""
     return torch.empty(count, dtype=dtype, device=place, pin_memory=pinned)
 
 

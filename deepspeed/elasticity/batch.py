@@ -249,7 +249,10 @@ def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int 
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Check that the block agrees with DEEPSPEED_ELASTICITY_CONFIG, if the scheduler has set that variable.
+    """Check that an `elasticity` block agrees with DEEPSPEED_ELASTICITY_CONFIG, if the scheduler has set the variable.
+
+    Args:
+        runtime_elastic_config_dict: the block.
 
     Raises:
         ElasticityConfigError: they differ in a key that determines the batch, or one is invalid.

@@ -81,12 +81,16 @@ class Monitor(abc.ABC):
 
 
 def folder_of(config: Any) -> Path:
-    """Return the folder of a run: `output_path`/`job_name`, in the working directory if no path is given."""
+    """Return the folder `output_path`/`job_name` of a monitor's block; no path: in the working directory."""
     return Path(config.output_path or ".").absolute() / config.job_name
 
 
 class JsonlMonitor(Monitor):
-    """Monitor that appends a line of JSON per event to `events.jsonl`; infinite and NaN values become strings."""
+    """Monitor that appends a line of JSON per event to `events.jsonl`; infinite and NaN values become strings.
+
+    Args:
+        jsonl_config: the `jsonl_monitor` block; the file is in `folder_of` it.
+    """
 
     def __init__(self, jsonl_config: Any) -> None:
         super().__init__(jsonl_config)
@@ -104,7 +108,11 @@ class JsonlMonitor(Monitor):
 
 
 class MLflowMonitor(Monitor):
-    """Monitor for MLflow: logs to a new run, all pending events in one batch."""
+    """Monitor for MLflow: logs to a new run, pending events in batches.
+
+    Args:
+        mlflow_config: the `mlflow` block; `tracking_uri` None means MLflow's default.
+    """
 
     module = extra = "mlflow"
 
@@ -132,6 +140,9 @@ class PrometheusMonitor(Monitor):
     """Monitor for Prometheus: serves gauges over HTTP.
 
     `Train/Samples/lr` becomes `deepspeed_train_samples_lr{job="…"}`; `deepspeed_step` is the newest step.
+
+    Args:
+        prometheus_config: the `prometheus` block, with the host and port to listen on.
     """
 
     module, extra = "prometheus_client", "prometheus"

@@ -11,6 +11,9 @@ from deepspeed.monitor.base import Event, Monitor
 class CometMonitor(Monitor):
     """Monitor for Comet: logs at most one event per name every `samples_log_interval` samples to an experiment.
 
+    Args:
+        comet_config: the `comet` block.
+
     Attributes:
         experiment: Comet's experiment object.
     """

@@ -13,6 +13,9 @@ class csvMonitor(Monitor):
     """Monitor for CSV: appends `step,value` rows to one file per event name; a restarted run continues the files.
 
     In file names, `_` replaces slashes and spaces.
+
+    Args:
+        csv_config: the `csv_monitor` block; the files are in `folder_of` it.
     """
 
     def __init__(self, csv_config: Any) -> None:

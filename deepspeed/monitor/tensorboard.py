@@ -12,6 +12,9 @@ from deepspeed.monitor.base import Event, Monitor, folder_of
 class TensorBoardMonitor(Monitor):
     """Monitor for TensorBoard: writes event files with tensorboard's own writer, which does not need torch.
 
+    Args:
+        tensorboard_config: the `tensorboard` block.
+
     Attributes:
         log_dir: folder of the event files.
     """

@@ -46,7 +46,7 @@ class LivePage:
         self._process = os.getpid()
 
     def write(self, facts: dict[str, Any]) -> None:
-        """Replace the content of the page by JSON values; values that exceed 4 KiB are not written."""
+        """Replace the content of the page by `facts`, JSON values by name; does nothing if they exceed 4 KiB."""
         if os.getpid() != self._process:  # a forked loader is no rank
             return
         data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()

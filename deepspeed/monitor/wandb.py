@@ -10,7 +10,11 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class WandbMonitor(Monitor):
-    """Monitor for W&B: logs to a new run; WANDB_MODE, WANDB_DIR and WANDB_API_KEY have their usual effect."""
+    """Monitor for W&B: logs to a new run; WANDB_MODE, WANDB_DIR and WANDB_API_KEY have their usual effect.
+
+    Args:
+        wandb_config: the `wandb` block, with `project`, `group` and `team`.
+    """
 
     module = extra = "wandb"
 

@@ -82,7 +82,7 @@ class LRSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Restore the saved iteration and its rates."""
+        """Restore the iteration of a `state_dict()`, and set its rates."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         rates = self._apply()
         self._last_lr = rates if self.last_batch_iteration >= 0 else None

@@ -44,7 +44,7 @@ def compute_dtypes(
 
 
 def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
-    """Raise for a Keras model in which no layer computes in the dtype that its weights would get.
+    """Raise for a Keras model in which no layer computes in `dtype`, the dtype that its weights would get.
 
     Layers with another policy keep it (such as a last layer in float32, as Keras recommends).
 

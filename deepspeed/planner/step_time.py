@@ -77,7 +77,7 @@ class UpdateTraffic:
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
-    """Record operators and messages of a simulated step; the yielded function marks the start of a named phase."""
+    """Record a simulated step into `recording`, emptied first; the yielded function marks the start of a phase."""
     lanes: dict[tuple[int, ...], int] = {}
     recording.entries.clear()  # of a run that went no further for want of another stage's
     recording.blocks.clear()
@@ -149,7 +149,7 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
-    """Return how often an update reduces the gradients, and gathers the parameters, of the whole model."""
+    """Return how often an update of `micro_batches` micro-batches reduces all gradients and gathers all parameters."""
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
     gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
     return reductions, gathers

@@ -89,7 +89,7 @@ class _Source:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether autograd saves tensors for the backward of `tensor`; False while a checkpoint recomputes it."""
+    """Return whether autograd saves tensors for the backward of `tensor`; False in recomputation and torch.compile."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1

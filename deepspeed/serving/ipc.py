@@ -34,7 +34,7 @@ class Ready:
     Attributes:
         max_length: maximum number of tokens of prompt and answer; None: no limit.
         kind: implementation that generates; "generate" is Transformers' own.
-        why: reason why the generator cannot batch this model; "" if it can.
+        why: reason why no faster implementation works for the model; "" if `kind` is the fastest.
     """
 
     max_length: int | None

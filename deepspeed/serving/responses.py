@@ -73,7 +73,7 @@ class ResponseFormatter:
         self._head = {"id": self.ident, "created": int(time.time()), "model": model}
 
     def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
-        """Return the whole response to a request without streaming."""
+        """Return the response with all finished choices, for a request without streaming."""
         bodies = []
         for choice in choices:
             text = "".join(choice.text)
@@ -86,18 +86,18 @@ class ResponseFormatter:
         return {**self._head, "object": kind, "choices": bodies, "usage": self._usage(choices)}
 
     def first(self, choice: ResponseChoice) -> dict[str, Any]:
-        """Return the first chunk of a chat, with the role."""
+        """Return the first chunk of a choice in a chat, with the role and no text."""
         return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def chunk(self, choice: ResponseChoice, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        """Return a chunk with new text, and in the last chunk the finish reason."""
+        """Return a chunk with new text and its log-probabilities; the last chunk of a choice has the finish reason."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"delta": {"content": text} if text or choice.reason is None else {}}
         return self._chunk(choice.index, content, self._logprobs(choice, logprobs), choice.reason)
 
     def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
-        """Return the final chunk, with the usage."""
+        """Return the final chunk of a stream, with the numbers of prompt and answer tokens (`usage`)."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": [], "usage": self._usage(choices)}
 

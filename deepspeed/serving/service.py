@@ -132,7 +132,14 @@ class PendingRequest:
 
 
 class Service:
-    """State shared by the endpoints; the engine must be started."""
+    """State shared by the endpoints.
+
+    Args:
+        options: options of the web process.
+        engine: the engine process, after `start`.
+        tokenizer: the model's tokenizer.
+        metrics: the server's metrics.
+    """
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics

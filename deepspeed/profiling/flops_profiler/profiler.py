@@ -117,7 +117,7 @@ class Counter(Attribution):
         return sums
 
     def time_of(self, name: str) -> float:
-        """Return the forward seconds of a module; for a container that is not called, of its children."""
+        """Return the forward seconds of the module `name`; for a container that is not called, of its children."""
         if name in self.seconds:
             return self.seconds[name]
         below = f"{name}." if name else ""
@@ -211,7 +211,7 @@ class FlopsProfiler:
         self.started = False
 
     def reset_profile(self) -> None:
-        """Delete the results; a running profile starts anew."""
+        """Delete the results; a running profile starts again."""
         if self.started:
             self._start(counting=True)
         else:
@@ -325,7 +325,7 @@ class FlopsProfiler:
             print(text, file=file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the largest module classes of each depth, by parameters, operations and time."""
+        """Print the largest module classes of each depth; arguments as in `print_model_profile`."""
         print(Report(self, module_depth, top_modules).aggregated())
 
 
