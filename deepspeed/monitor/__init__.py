@@ -1,1 +1,1 @@
-"""Monitors: write metrics to files and dashboards, each in a separate process."""
+"""Monitors, which write metrics to files and dashboards, each in a separate process."""

@@ -64,7 +64,7 @@ class TrainingPlan:
 
     Args:
         stage: ZeRO stage.
-        tier: offload: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all` (also parameters).
+        tier: offloaded state: `none`; `nvme optimizer`, `cpu optimizer`; `nvme all`, `cpu all` (also parameters).
         micro: samples of a micro-batch.
         steps: gradient accumulation steps.
         recompute: whether activations of blocks are recomputed in backward.

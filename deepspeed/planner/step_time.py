@@ -166,6 +166,7 @@ def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
 
     Raises:
         ArgumentError: the schedule does not support these numbers.
+        DeepSpeedConfigError: the configuration is invalid.
     """
     block = DeepSpeedConfig.for_init(config).top.pipeline
     name = "interleaved" if block.chunks > 1 and block.schedule == "1f1b" else block.schedule

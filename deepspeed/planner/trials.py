@@ -242,7 +242,7 @@ class _Watched:
         return total
 
     def _rank(self, session: int) -> int | None:
-        """Return the rank of a session: each rank has its own session, and a variable or name with its number."""
+        """Return the rank whose processes form a session, from its environment or name; None if there is none yet."""
         if session not in self._ranks:
             rank = None
             with suppress(OSError, ValueError):

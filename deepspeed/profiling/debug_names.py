@@ -1,4 +1,4 @@
-"""Names of modules and parameters for debugging, and prints that processes do not interleave."""
+"""Names of modules and parameters for debugging, and functions that print without mixing lines of processes."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def log_rank_file(rank: int, *msgs: object) -> None:
 
 
 def print_rank(*msg: object, force: bool = False) -> None:
-    """Print on every rank, with the rank's number first; without `force`, do nothing."""
+    """Print on every rank, with the rank's number first, if `force` is true; else do nothing."""
     if force:
         printflock(f"[rank {get_rank() if is_initialized() else 0}]", *msg)
 
 
 def print_rank0(*msg: object, force: bool = False) -> None:
-    """Print on rank 0; without `force`, do nothing."""
+    """Print on rank 0 if `force` is true; else do nothing."""
     if force and (not is_initialized() or get_rank() == 0):
         printflock(*msg)
 

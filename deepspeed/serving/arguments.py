@@ -87,7 +87,10 @@ class ServeOptions:
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
-    """Parse the command line of `ds_serve` (None: that of the process), and the key in `DS_SERVE_API_KEY`.
+    """Parse the command line of `ds_serve` and the variable `DS_SERVE_API_KEY`, which may contain a further key.
+
+    Args:
+        arguments: the command line; None: that of the process.
 
     Raises:
         ArgumentError: a value is out of range, a key is empty, or a file does not exist.

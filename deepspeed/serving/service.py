@@ -90,7 +90,7 @@ class PendingRequest:
             self._service.metrics.cancelled.inc()
 
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
-        """Yield chunks as they arrive; chunks that arrived since the last read are in one list.
+        """Yield lists of (choice, chunk) as they arrive; chunks that arrived since the last read are in one list.
 
         Uses one future and one timer, because `asyncio.wait_for` would create a task per token.
 

@@ -38,7 +38,7 @@ class TimedOp:
     """Interval of an operation in the timeline.
 
     Args:
-        track: `stream 0`, `lane 1`, `host`, `to_host`, `disk`.
+        track: where it runs, such as `stream 0`, `lane 1`, `host`, `to_host`, `disk`.
         name: name of the entry.
         kind: kind of the entry.
         begin, end: seconds from the start of the step.

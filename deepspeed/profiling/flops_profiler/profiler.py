@@ -251,7 +251,7 @@ class FlopsProfiler:
         """Return the measurements by module name ("" is the model), each including the module's descendants.
 
         Raises:
-            UsageError: nothing was profiled; other methods that need results raise it too.
+            UsageError: nothing was profiled.
         """
         counted, timed = self._numbers
         totals = counted.totals()
@@ -269,31 +269,37 @@ class FlopsProfiler:
         }
 
     def outside(self) -> tuple[int, int, int]:
-        """Return the operations of forward, backward and recomputation outside of all modules (such as a loss)."""
+        """Return (forward, backward, recomputed) operations outside of modules, as of a loss; errors as in `rows`."""
         forward, backward, again = self._numbers[0].own[OUTSIDE]
         return forward, backward, again
 
     def without_formula(self) -> list[tuple[str, float]]:
-        """Return (operator, share of all operator time) of operators that are not counted, for lack of a formula."""
+        """Return (operator, share of operator time) of operators without a formula, which are not counted.
+
+        Errors as in `rows`.
+        """
         return self._numbers[0].without_formula()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Return the floating-point operations of forward on this rank, as a number or as text such as "6.28 T"."""
+        """Return the floating-point operations of forward on a rank, or text with `as_string`; errors as in `rows`."""
         flops = self.rows()[""].forward
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Return the multiply-adds of forward on this rank (half of its operations), as a number or as text."""
+        """Return the multiply-adds of forward on this rank, or text with `as_string`; errors as in `rows`."""
         macs = self.rows()[""].forward // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds of forward, as a number or as text; without `start_timing` they include counting."""
+        """Return the seconds of forward, or text with `as_string`; errors as in `rows`.
+
+        Without `start_timing`, the seconds include the time for counting.
+        """
         seconds = self.rows()[""].seconds
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return the number of distinct parameters before sharding, as a number or as text."""
+        """Return the number of distinct parameters before sharding, or text with `as_string`."""
         params = sum(p.numel() for p in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -315,6 +321,9 @@ class FlopsProfiler:
             top_modules: number of module classes listed per depth.
             detailed: include the tree of modules.
             output_file: file to append to; None: standard output.
+
+        Raises:
+            UsageError: nothing was profiled.
         """
         text = Report(self, module_depth, top_modules).whole(profile_step, detailed)
         if output_file is None:
@@ -325,7 +334,7 @@ class FlopsProfiler:
             print(text, file=file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the largest module classes of each depth; arguments as in `print_model_profile`."""
+        """Print the largest module classes of each depth; arguments and errors as in `print_model_profile`."""
         print(Report(self, module_depth, top_modules).aggregated())
 
 

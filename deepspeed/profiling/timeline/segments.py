@@ -77,7 +77,7 @@ class Segment(NamedTuple):
 
 
 def pieces_of(record: RankRecord) -> list[Segment]:
-    """Return all segments between the first and the last mark, without gaps."""
+    """Return all segments of a record between its first and its last mark, in order and without gaps."""
     start, stop = record.marks[0], record.marks[-1]
     spans = [
         span
@@ -132,7 +132,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def common(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
-    """Return the total overlap of two lists of disjoint intervals, sorted by begin."""
+    """Return the total length in which two lists of disjoint intervals, each sorted by begin, overlap."""
     total = i = j = 0
     while i < len(first) and j < len(second):
         total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -239,8 +239,8 @@ class Waits:
     def _busiest(self, index: int, piece: Segment, whole: bool) -> tuple[int, int]:
         """Return the peer that worked longest during a segment, and the end of its work within the segment.
 
-        (-1, 0) if none worked. `whole`: count all categories but waiting; else only those that delay new values of
-        parameters, such as the optimizer update.
+        The result is (-1, 0) if none worked. `whole`: count all categories but waiting; else only those that delay
+        new values of parameters, such as the optimizer update.
         """
         late, longest, when = -1, 0, 0
         for other, of_rank in enumerate(self._busy):
@@ -265,7 +265,7 @@ class Waits:
         return totals
 
     def usual(self, index: int) -> dict[tuple[str, str], float]:
-        """Return the medians over updates of the nanoseconds of `totals`, by (category, module)."""
+        """Return the median nanoseconds of an update by (category, module), for the rank at position `index`."""
         updates = self.totals(index)
         keys = {key for update in updates for key in update}
         return {key: median(update.get(key, 0) for update in updates) for key in keys}
