@@ -104,7 +104,7 @@ class CudaAccelerator(Accelerator):
         status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if status != runtime.cudaError.success:
             with suppress(RuntimeError):
-                torch.zeros(1, device=self.name)  # takes the failure that the next kernel would be blamed for
+                torch.zeros(1, device=self.name)  # clears the error, which the next kernel would report
         torch.cuda.check_error(status)
         return partial(runtime.cudaHostUnregister, tensor.data_ptr())
 

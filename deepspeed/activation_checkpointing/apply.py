@@ -20,7 +20,7 @@ from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.parameters.module_hooks import Hook
 
-_TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers checkpoints, when it does
+_TRANSFORMERS = "_gradient_checkpointing_func"  # set by Transformers' gradient checkpointing
 
 
 class BlockForward:
@@ -33,7 +33,7 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
         self.inner: Callable[..., Any] = block.forward
-        functools.update_wrapper(self, self.inner)  # the signature is looked at
+        functools.update_wrapper(self, self.inner)  # keeps the signature, which callers inspect
         self._checkpointer = checkpointer
         self._norms = [m for m in block.modules() if isinstance(m, _NormBase)]
 

@@ -78,7 +78,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     calls.made += 1
     options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
-    kwargs.pop("use_reentrant", None)  # the answer is always no
+    kwargs.pop("use_reentrant", None)  # always False here
     return calls.checkpointer().run(function, args, kwargs, **options)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint as torch_checkpoint  # bound here: some scripts put ours in its place
+from torch.utils.checkpoint import checkpoint as torch_checkpoint  # bound here: some scripts replace it
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import rng
@@ -78,7 +78,7 @@ class Checkpointer:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # torch saves, and hands to the hooks, only tensors that are arguments themselves
+        # torch saves, and passes to the hooks, only tensors that are arguments themselves
         leaves, spec = tree_flatten((args, kwargs))
         name = getattr(function, "__qualname__", type(function).__name__)
 

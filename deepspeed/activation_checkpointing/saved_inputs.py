@@ -42,8 +42,8 @@ class _Row:
 
     buffer: torch.Tensor
     filled: int = 0
-    live: int = 0  # lent and not given back, inside the buffer or beside it
-    most: int = 0  # the most that was live at once
+    live: int = 0  # elements in use, inside or outside of the buffer
+    most: int = 0  # maximum of `live`
 
     def give_back(self, count: int) -> None:
         self.live -= count

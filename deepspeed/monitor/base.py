@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from deepspeed.errors import NotAvailableError
 
 _MLFLOW_BATCH = 1000  # metrics in a batch, by MLflow's own limit
-_MLFLOW_ILLEGAL = re.compile(r"[^\w\-. /:]")  # what names of metrics may not have
+_MLFLOW_ILLEGAL = re.compile(r"[^\w\-. /:]")  # characters that names of metrics must not have
 
 
 class Event(NamedTuple):
@@ -49,8 +49,8 @@ class Monitor(abc.ABC):
         NotAvailableError: the monitor's package is not installed.
     """
 
-    module: ClassVar[str] = ""  # of the package that it writes through
-    extra: ClassVar[str] = ""  # of ours that installs it
+    module: ClassVar[str] = ""  # module of the monitor's package
+    extra: ClassVar[str] = ""  # extra of this package that installs it
 
     def __init__(self, config: Any) -> None:
         self.monitor_config, self.enabled = config, bool(config.enabled)
@@ -120,7 +120,7 @@ class MLflowMonitor(Monitor):
         super().__init__(mlflow_config)
         uri = mlflow_config.tracking_uri
         if uri is not None and ("://" not in uri or uri.startswith("file:")):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder was asked for by name
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user configured a folder
         self._metric = import_module("mlflow.entities").Metric
         self._client = import_module("mlflow.tracking").MlflowClient(uri)
         name, experiment = mlflow_config.experiment, self._client.get_experiment_by_name(mlflow_config.experiment)

@@ -71,12 +71,12 @@ class MonitorMaster:
         self._rank = current_rank() if rank is None else rank
         self.writes = self.enabled and self._rank == 0
         for block in _WITH_FOLDER:
-            if block in wanted:  # whoever names a folder gets the JSONL file in it
+            if block in wanted:  # a monitor with a folder also gets a JSONL file there
                 wanted.setdefault("jsonl_monitor", wanted[block])
         problems = missing_packages(monitor_config)
         if problems:
             raise NotAvailableError("; ".join(problems))
-        self._page_settings = wanted.get("jsonl_monitor")  # where the page is that ds_top reads
+        self._page_settings = wanted.get("jsonl_monitor")  # folder of the page for ds_top
         self._page: LivePage | None = None
         self._feeds: list[Feed] = []
         for block, settings in wanted.items() if self.writes else ():

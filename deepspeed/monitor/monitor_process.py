@@ -29,7 +29,7 @@ from deepspeed.monitor.registry import monitor_class
 
 LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
 _PIPE = 1 << 20  # bytes that the kernel takes while the writer is busy
-_PENDING = 1 << 24  # bytes that are held here when the pipe is full
+_PENDING = 1 << 24  # bytes that wait in this process when the pipe is full
 _TAIL, _SHOWN = 4096, 300  # of a writer's output: bytes that are read when it ends, characters that are shown
 
 
@@ -57,13 +57,13 @@ class Feed:
         )
         self._pipe = self._writer.stdin.fileno() if self._writer.stdin is not None else -1
         os.set_blocking(self._pipe, False)
-        with suppress(AttributeError, OSError):  # else it stays as large as it is
+        with suppress(AttributeError, OSError):  # else the pipe keeps its size
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
         """Send a line of JSON without waiting; bytes that the pipe does not accept are sent with the next line."""
-        if self._writer is None or os.getpid() != self._run:  # a forked loader has no monitor
+        if self._writer is None or os.getpid() != self._run:  # a forked data loader worker has no monitor
             return
         if len(self._pending) + len(line) > _PENDING:
             if not self._lost:
@@ -121,9 +121,9 @@ class Feed:
     @staticmethod
     def _end_group(writer: subprocess.Popen[bytes]) -> None:
         """Kill a writer that hangs, with the processes that its package has started."""
-        with suppress(OSError):  # they are gone
+        with suppress(OSError):  # already ended
             os.killpg(writer.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # the kernel holds it, as a dead file server can
+        with suppress(subprocess.TimeoutExpired):  # blocked in the kernel, for example by a dead file server
             writer.wait(1.0)
 
     def _last_words(self) -> str:
@@ -141,7 +141,7 @@ def _read_lines(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | No
             break
         if line.endswith(b"\n"):  # else the run was killed in the middle of it
             queue.put(json.loads(line))
-    # The alarm's default action ends the process, whatever holds the interpreter up.
+    # The alarm's default action ends the process even if the interpreter is blocked.
     signal.setitimer(signal.ITIMER_REAL, limit)
     queue.put(None)
 
@@ -172,4 +172,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads that a package left behind hold nothing up
+    os._exit(status)  # does not wait for threads of the package

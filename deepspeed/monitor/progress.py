@@ -20,7 +20,7 @@ VARIABLE = "DEEPSPEED_PROGRESS"
 """Variable for the progress line of every engine, also outside of `engine.loop`; `deepspeed --progress` sets 1."""
 
 _LIVE_S, _PLAIN_S = 0.25, 10.0  # between two lines, with a terminal and without
-_RATE_S = 15.0  # the rate is that of so many seconds
+_RATE_S = 15.0  # the rate is measured over these seconds
 
 
 def asked() -> bool:
@@ -46,7 +46,7 @@ class Progress:
         every: float | None = None,
     ) -> None:
         self._memory, self._total, self._stream, self._every = memory, total, stream, every
-        self._loss: Any = None  # a number, or a tensor with one that is perhaps not computed yet
+        self._loss: Any = None  # a number, or a tensor that may not be computed yet
         self._updates, self._batches = 0, 0
         self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])  # when: batches, samples
         self._samples = 0
@@ -82,7 +82,7 @@ class Progress:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the stream was closed: nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             while not self._over.wait(self._pause()):
                 if self._changed:
                     self._show()

@@ -21,8 +21,8 @@ from typing import Any
 FOLDER = "ranks"
 _BYTES = 4096
 _LENGTH = struct.Struct("=I")
-_READS, _BETWEEN_READS = 5, 0.002  # of a page that is being written; seconds
-_LATE = 3.0  # times the usual seconds of an update: then a rank is called late
+_READS, _BETWEEN_READS = 5, 0.002  # attempts to read a page that is being written; seconds between them
+_LATE = 3.0  # multiple of the usual seconds of an update from which a rank is late
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -47,7 +47,7 @@ class LivePage:
 
     def write(self, facts: dict[str, Any]) -> None:
         """Replace the content of the page by `facts`, JSON values by name; does nothing if they exceed 4 KiB."""
-        if os.getpid() != self._process:  # a forked loader is no rank
+        if os.getpid() != self._process:  # a forked data loader worker
             return
         data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()
         if len(data) <= _BYTES - _LENGTH.size:
@@ -67,7 +67,7 @@ def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
             rank = int(path.stem)
             for _ in range(_READS):
                 data = path.read_bytes()
-                with suppress(ValueError, struct.error):  # the file may have been made a moment ago
+                with suppress(ValueError, struct.error):  # the file may be new and empty
                     (length,) = _LENGTH.unpack_from(data)
                     page = json.loads(data[_LENGTH.size : _LENGTH.size + length]) if length else None
                     if isinstance(page, dict) and {"time", "process"} <= page.keys():
@@ -85,7 +85,7 @@ def _is_gone(page: dict[str, Any]) -> bool:
         os.kill(page["process"], 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is somebody else's
+    except OSError:  # a process of another user
         return False
     return False
 

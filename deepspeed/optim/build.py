@@ -63,7 +63,7 @@ def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], er
 Params = dict[str, Any]
 Recipe = tuple[type[torch.optim.Optimizer], Params]
 
-# Each element's update reads that element's weight, gradient and state alone, so any cut of a tensor gives the same.
+# Each element's update depends only on its own weight, gradient and state, so tensors can be split anywhere.
 ELEMENTWISE = frozenset(
     {
         torch.optim.Adam,
@@ -100,12 +100,12 @@ def _adam(params: Params, name: str) -> Recipe:
         )
     if params.get("bias_correction"):
         del params["bias_correction"]
-    # The states are those of the master, whose dtype the precision sections choose.
+    # States have the dtype of the master weights, which the precision sections determine.
     params.pop("fp32_optimizer_states", None)
     asked_for = params.pop("torch_adam", False)
     torch_only = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"} & params.keys()
     if not asked_for:
-        # torch's class may still be the one that serves, and its default decay is another.
+        # torch's class, which may be chosen below, has another default decay.
         params.setdefault("weight_decay", 0.0)
     if asked_for or any(params[key] for key in torch_only):
         if "bias_correction" in params:
@@ -192,7 +192,7 @@ def build_optimizer(
     """
     tensors: list[Tensor] = []
     for entry in groups:
-        if isinstance(entry, dict):  # it keeps a list, so that a generator in it is not used up
+        if isinstance(entry, dict):  # a list replaces a generator, which could be read only once
             inside = entry["params"]
             entry["params"] = [inside] if isinstance(inside, Tensor) else list(inside)
             tensors += [p[1] if isinstance(p, tuple) else p for p in entry["params"]]
@@ -200,7 +200,7 @@ def build_optimizer(
             tensors.append(entry)
     cls, arguments = _recipe(type_name, dict(params))
     host = _ON_HOST.get(cls) if on_host else None
-    if host is not None:  # the one-pass form for state in host memory, if it takes the arguments
+    if host is not None:  # fused class for state in host memory, if it accepts the arguments
         renamed = {"adamw_mode" if key == "adam_w_mode" else key: value for key, value in arguments.items()}
         if renamed.keys() <= inspect.signature(host).parameters.keys():
             states = params.get("fp32_optimizer_states", True)
@@ -208,7 +208,7 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(float(beta) for beta in arguments["betas"])
     chosen = arguments.get("foreach") or arguments.get("fused") is not None or arguments.get("differentiable")
-    # Torch's fused SGD wants momentum of all parameters or of none: one whose first gradient comes later has none yet.
+    # Torch's fused SGD needs momentum for all parameters or none; one without a gradient so far has none.
     together = cls is torch.optim.SGD and arguments.get("momentum")
     if cls in FUSED_IN_TORCH and not chosen and not together:
         arguments["fused"] = all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors)

@@ -30,10 +30,10 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
     if sums is not None:
         return torch.tensor(sums[0], dtype=torch.float64)
     if flat.device.type != "cpu":
-        # One pass over memory in either width, and float32 squares of finite gradients may overflow.
+        # float64 costs no further pass over memory, and float32 squares of finite gradients may overflow.
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    # A float32 sum overflows where squares are large, and that is no overflow of the gradients.
+    # An infinite float32 sum may come from large squares of finite gradients.
     if quick is not None and quick.isfinite():
         return quick
     total = torch.zeros((), dtype=torch.float64)
@@ -53,7 +53,7 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
     dtypes = {flat.dtype for flat in flats}
     if len(dtypes) != 1 or not dtypes <= KINDS.keys():
         return [] if not flats else None
-    # Plain arrays: an array of ctypes is a class of its own, which is left to the garbage collector.
+    # Plain arrays: each ctypes array type is a new class, which only the garbage collector frees.
     addresses = array("Q", [flat.data_ptr() for flat in flats])
     numels, sums = array("q", [flat.numel() for flat in flats]), array("d", bytes(8 * len(flats)))
     places = [each.buffer_info()[0] for each in (addresses, numels, sums)]
@@ -191,7 +191,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    # A managed parameter assembles its gradient at each look: look once.
+    # A parameter that ZeRO manages assembles its gradient at each access: access it once.
     gradients = [(p, gradient) for p in listed if (gradient := p.grad) is not None]
     norm = _norm([gradient for p, gradient in gradients if mpu is None or _counts(p, mpu)], norm_type, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -69,7 +69,7 @@ class LRSchedule:
 
     def _apply(self) -> list[float]:
         rates = self.get_lr()
-        # Groups added after the schedule was made keep the rate they came with.
+        # Groups that were added after the schedule keep their rate.
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if torch.is_tensor(group["lr"]):
                 group["lr"].fill_(rate)
@@ -115,7 +115,7 @@ class _Warmup:
             raise SchedulerError(f"scheduler.params.warmup_num_steps is {num_steps!r}; it must be an integer >= 0")
         if kind not in WARMUP_TYPES:
             warn_once(f"scheduler.params.warmup_type {kind!r} is not one of {', '.join(WARMUP_TYPES)}; log is used")
-        # ln(1) = 0 cannot be divided by, so the shortest rise takes two steps.
+        # A division by ln(1) = 0 is impossible, so the shortest warmup takes two steps.
         self.num_steps = max(2, num_steps) if num_steps else 0
         self.linear = kind == "linear"
 
@@ -428,7 +428,7 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any
 
 
 LR_SCHEDULE = "lr_schedule"
-# The parameter that holds a schedule's highest, or only, rate.
+# Parameter with the highest, or only, rate of each schedule.
 PEAK_RATE = {
     "LRRangeTest": "lr_range_test_min_lr",
     "OneCycle": "cycle_max_lr",

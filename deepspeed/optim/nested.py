@@ -13,7 +13,7 @@ from torch import Tensor
 Optimizer = torch.optim.Optimizer
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-# Attributes of torch.optim.Optimizer that are no counters: they are handled by themselves, or fixed.
+# Attributes of torch.optim.Optimizer that are not counters: handled separately, or constant.
 _OWN = frozenset({"param_groups", "state", "defaults"})
 
 
@@ -116,7 +116,7 @@ def join_states(optimizer: Optimizer) -> None:
     joined = {id(optimizer.state)}
     for path, nested in nested_optimizers(optimizer).items():
         if id(nested.state) in joined or isinstance(nested.state, NestedState):
-            continue  # the class shares it already
+            continue  # the class already shares its state
         state = NestedState(optimizer, f"{path}.")
         for key, value in nested.state.items():
             state[key] = value

@@ -32,9 +32,9 @@ from deepspeed.optim.nested import Counters, groups_of, join_states, nested_opti
 Optimizer = torch.optim.Optimizer
 Values = list[Tensor]
 
-_KNOWN = ("torch.optim.", "deepspeed.ops.")  # classes that are tested with every stage and tier by their names
+_KNOWN = ("torch.optim.", "deepspeed.ops.")  # classes that this package tests with every stage and tier
 _PER_GROUP, _SIDE, _SIDE_OF_MANY = 3, 6, 3  # parameters of a copied group; their longest side; with over two dims
-_ALIKE = 4  # groups of one kind that get parameters
+_ALIKE = 4  # number of groups of one kind that are copied with parameters
 _STEPS, _FEW_METHODS = 12, 8  # more steps than the usual period of Lookahead (5 or 6), twice
 _TOLERANCE = 1e-5  # of the distance that a parameter moves
 _HOOKS = ("pre", "post")
@@ -109,7 +109,7 @@ def update_traits(optimizer: Optimizer) -> UpdateTraits:
     try:
         with _quiet(optimizer):
             return _measured(optimizer)
-    except Exception as error:  # anything that a foreign class raises
+    except Exception as error:  # a third-party class may raise any error
         return UpdateTraits(unknown=describe_error(error))
 
 
@@ -173,7 +173,7 @@ def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: f
     twin.replace_parameters()
     try:
         return _distance(whole.values(), _run(twin, how).values(), moved) <= _TOLERANCE
-    except Exception:  # of any class: it looks up one of those that are gone
+    except Exception:  # a class may raise any error when it looks up replaced parameters
         return False
 
 
@@ -199,7 +199,7 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=cards))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(Counters.of(optimizer).restore)  # functions that it keeps may count on itself, not on a copy
+        stack.callback(Counters.of(optimizer).restore)  # its functions may change the original
         for when in _HOOKS:
             stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
         yield
@@ -211,13 +211,13 @@ class _Copy:
     def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
         self.tensors: dict[int, Tensor] = {}
         self._memo: dict[int, Any] = {}
-        self._pinned: list[Any] = []  # what ids in the memo are of
+        self._pinned: list[Any] = []  # keeps the objects alive whose ids are in the memo
         small: dict[int, Tensor] = {}
         place, kinds = 0, Counter[object]()
         for group in groups_of(optimizer):
             kind = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, str)))
             kinds[kind] += bool(group["params"])
-            # Groups that differ in numbers alone, as one for each layer, are alike: a few of them tell it.
+            # Groups that differ only in numbers, such as one per layer, are of one kind: a few of them suffice.
             chosen = self._chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
             for param in group["params"]:
                 if id(param) in small or id(param) not in chosen:
@@ -259,7 +259,7 @@ class _Copy:
                 vars(twin)[name] = OrderedDict()
             elif isinstance(value, nn.Module):
                 raise TypeError(f"it holds a module ({name})")
-            elif name != "step":  # a scheduler's
+            elif name != "step":  # a scheduler's wrapper
                 vars(twin)[name] = copy.deepcopy(value, self._memo)
 
     def _state(self, state: Mapping[Any, Any], small: dict[int, Tensor], left: set[int]) -> dict[Any, Any]:
@@ -399,7 +399,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
 
     for name in names:
         look([name])
-    # Some do something only after another: train() after eval(). With many methods, after one that writes.
+    # Some have an effect only after another, as train() after eval(). With many methods, only after those with effects.
     for first in names if len(names) <= _FEW_METHODS else tuple(traits):
         for name in names:
             look([first, name])
@@ -424,7 +424,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
         if all(_equal((twin.values(), twin.stored()), before) for twin, before in twins):
             return None
         halves = [called(0, lambda place, half=half: place % 2 == half)[0] for half in (0, 1)]
-    except Exception:  # it cannot be called so
+    except Exception:  # not callable in this way
         return None
     first, second = (twin for twin, _ in twins)
     apart = [halves[place % 2].tensors[place].detach() for place in first.tensors]
@@ -441,7 +441,7 @@ def _own_methods(cls: type) -> list[str]:
             continue
         parameters = list(inspect.signature(function).parameters.values())[1:]
         if any(isinstance(p.default, (str, os.PathLike)) for p in parameters):
-            continue  # what is called by a name or a path may write files
+            continue  # a method with a name or path as argument may write files
         needed = [p for p in parameters if p.default is p.empty]
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
             names.append(name)

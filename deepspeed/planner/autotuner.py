@@ -25,7 +25,7 @@ from deepspeed.planner.trials import METRICS, TrialLimits, TrialOutcome, run_tri
 from deepspeed.simulator.machine import Machine
 
 _SEARCH_S = 300.0
-_SCRIPT_S = 300.0  # of the script up to its first forward
+_SCRIPT_S = 300.0  # time limit of the script up to its first forward
 _VALUES = {"throughput": "throughput", "latency": "latency", "flops": "FLOPS_per_gpu"}
 OPTIMAL, OPTIMAL_COMMAND = "ds_config_optimal.json", "cmd_optimal.txt"
 
@@ -51,9 +51,9 @@ class Autotuner:
         self._is_module = bool(getattr(args, "module", False))
         self._nodes = len(active_resources)
         self._base, self._block = self._script.base()
-        # What trials run: without what acts on the outside, so a trial writes no events and no pictures.
+        # Configuration of trials: without blocks that have effects outside, such as event files and pictures.
         self._inside = {key: value for key, value in self._base.items() if key not in OUTSIDE}
-        mappings = (self._block.arg_mappings or {}).items()  # by key of the JSON, the script's flag
+        mappings = (self._block.arg_mappings or {}).items()  # the script's flags, by key of the JSON
         self._flags = {key.strip(): str(flag).strip() for key, flag in mappings if flag}
         self._results, self._experiments = Path(self._block.results_dir), Path(self._block.exps_dir)
         self._batch, self._micro = self._script.train_batch(self._base, self._flags)
@@ -111,7 +111,7 @@ class Autotuner:
         sizes = {plan.micro for plan in plans}
         near = min(sizes, key=lambda size: abs(size - (self._micro or max(sizes))))
         first = [plan for plan in plans if plan.micro == near and plan.tier == "none"]
-        likely = sorted(first, key=lambda plan: (plan.recompute, plan.stage))  # those that hold least last
+        likely = sorted(first, key=lambda plan: (plan.recompute, plan.stage))  # plans with the least memory last
         return [Judged(plan, fits=True, reason="not predicted") for plan in likely]
 
     def _probe(self, folder: Path) -> str:

@@ -50,7 +50,7 @@ def without_values() -> Generator[None]:
 
 def _continued_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the position ids of the whole sequence, extrapolated from this rank's, since other ranks do not exist."""
-    transformers_adapter.gather_positions(own, axis)  # for its message
+    transformers_adapter.gather_positions(own, axis)  # records the message
     tokens = own.shape[1]
     before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
     after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
@@ -65,7 +65,7 @@ def _send_zeros_of_absent_stages(sender: reducer.Reducer, bucket: Bucket) -> Non
         sender.send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
 
 
-_known_regions: plan.KnownRegions = {}  # all simulations draw the same values: a search asks once per kind of region
+_known_regions: plan.KnownRegions = {}  # shared by all simulations, which draw the same values
 
 
 def _drawn_calls(calls: plan.Calls) -> tuple[plan.Calls, plan.KnownRegions]:

@@ -28,9 +28,9 @@ from deepspeed.storage.tensor_file import Disk
 _SIDES = (64, 256, 1024)
 _BLOCKS = (1 << 16, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes
 _RANDOM = 1 << 18  # elements
-_LARGE = 1 << 26  # elements of all ranks: no cache holds two such tensors, as none holds weights, gradients and states
-_BRIEF_S = 0.15  # of each measurement
-_MEET_S = 5.0  # longest wait for a rank that is late
+_LARGE = 1 << 26  # elements of all ranks together: too large for caches, as weights, gradients and states are
+_BRIEF_S = 0.15  # time of each measurement
+_MEET_S = 5.0  # longest wait for other ranks
 _LONGEST_S = 60.0
 
 Figures = dict[str, float]
@@ -75,7 +75,7 @@ def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Fig
             # fp16 is emulated on many CPUs: a larger matrix takes seconds
             each = min(side, 256) if dtype == torch.float16 else side
             a, b = torch.randn(each, each).to(dtype), torch.randn(each, each).to(dtype)
-            product = torch.empty_like(a)  # what new memory costs is counted apart
+            product = torch.empty_like(a)  # the cost of new memory is measured separately
             figures[name] = 2 * each**3 / _seconds(partial(torch.mm, a, b, out=product))
     meet("bandwidth")
     x, y = torch.zeros(_LARGE // ranks), torch.ones(_LARGE // ranks)
@@ -91,7 +91,7 @@ def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Fig
         block = torch.zeros(nbytes, dtype=torch.uint8)
         again = _seconds(block.zero_)
         new = _seconds(lambda nbytes=nbytes: torch.empty(nbytes, dtype=torch.uint8).zero_())
-        # endless where the difference is hardly to be seen
+        # infinite if the difference is too small to measure
         figures[name] = nbytes / (new - again) if new > 1.5 * again else sys.float_info.max
         del block
     return figures
@@ -137,10 +137,10 @@ def main() -> int:
 
 
 _ENDLESS = 1e18
-_SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
+_SHARE = 0.85  # fraction of free memory for plans; the rest is for the interpreter and the system
 INTERPRETER = 400 << 20
 """Bytes of a rank's process besides tensors."""
-_COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
+_COLLECTIVES_S = 30.0  # time limit for the ranks that measure messages
 
 
 def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:

@@ -152,14 +152,14 @@ def simulate(
         with _quiet(), kernels, world, Valueless() as valueless:
             return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
-    waiting = [rank]  # each for the one behind it
+    waiting = [rank]  # each rank needs a message of the next one
     while True:
         known = len(stage_outputs)
         try:
             prediction = run(waiting[-1], beside if len(waiting) == 1 else contextlib.nullcontext)
         except UnheardError as unheard:
             if len(waiting) > 1 and len(stage_outputs) > known:
-                waiting.pop()  # who waits for it can go on
+                waiting.pop()  # the rank that needs its message can continue
             elif unheard.rank in waiting:
                 raise
             else:

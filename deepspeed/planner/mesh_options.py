@@ -10,10 +10,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.simulator.machine import Machine
 
-_SIZES = 3  # of an axis, the smallest: each is as many runs without values as a data-parallel world
+_SIZES = 3  # smallest sizes of an axis that are tried: each needs as many simulated runs as pure data parallelism
 _STAGES = (0, 1, 3)
 _OF_PIPELINE = (0, 1)
-_MOST_STAGES = 8  # each is a run of its own
+_MOST_STAGES = 8  # each stage needs its own simulated run
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MeshShape:
         shard = self.shard or group
         copies = group // shard
         received = whole * (shard - 1) / shard * (reductions + gathers)
-        return received + 2 * whole / shard * (copies - 1) / copies * reductions  # slices are summed over the copies
+        return received + 2 * whole / shard * (copies - 1) / copies * reductions  # all-reduce over copies
 
 
 def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:

@@ -75,7 +75,7 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
                 arguments.get("args"), "deepspeed_config", None
             )  # fmt: skip
             model, optimizer = copy.deepcopy(arguments.get("model")), arguments.get("optimizer")
-            if isinstance(optimizer, torch.optim.Optimizer):  # another one like the client's can be made
+            if isinstance(optimizer, torch.optim.Optimizer):  # create new ones of the same class and defaults
                 optimizer = functools.partial(cast(Any, type(optimizer)), **optimizer.defaults)
             make = optimizer if callable(optimizer) else None
             heard.append(Heard(cast(nn.Module, model), dict(load_raw(config)), make))
@@ -126,7 +126,7 @@ def main() -> int:
     folder = Path(sys.argv[1]).absolute()
     job: dict[str, Any] = json.loads((folder / JOB).read_text())
     machine = Machine.load(job["machine"])
-    # As the launcher starts a rank, but for the address: this world has none.
+    # Variables as the launcher sets them, except the address: a simulated world has none.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(machine.ranks), "LOCAL_WORLD_SIZE": "1"}
     sys.argv = [job["script"], *job["arguments"]]
     sys.path[0] = str(Path(job["script"]).resolve().parent)

@@ -37,7 +37,7 @@ from deepspeed.zero.layout.stages import policy_for
 
 STAGES = (0, 1, 2, 3)
 ON_DEVICE, OPTIMIZER, ALL = "none", "nvme optimizer", "nvme all"
-HOST_OPTIMIZER, HOST_ALL = "cpu optimizer", "cpu all"  # where a device has memory of its own
+HOST_OPTIMIZER, HOST_ALL = "cpu optimizer", "cpu all"  # only if a device has its own memory
 _NAMES = {
     ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme", HOST_OPTIMIZER: "_opt-cpu", HOST_ALL: "_all-cpu",
 }  # fmt: skip
@@ -53,9 +53,9 @@ _UNCUT = (
     "MeshError",
     "DataError",
     "PipelineError",
-)  # of whichever stage and micro-batch
-_LARGEST = 3  # micro-batches of a pipeline's plans that are compared: larger ones wait longer for other stages
-_UPDATES = 2  # simulated; the second allocates as all that follow
+)  # reasons that do not depend on stage and micro-batch
+_LARGEST = 3  # number of micro-batch sizes to compare for pipelines: with larger ones, stages wait longer
+_UPDATES = 2  # simulated updates; the second one allocates the same as all later ones
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,12 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
     share = train_batch // machine.ranks
     micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
     tiers = [ON_DEVICE]
-    tiers += [HOST_OPTIMIZER, HOST_ALL] if machine.link else []  # else the host's memory is the device's
+    tiers += [HOST_OPTIMIZER, HOST_ALL] if machine.link else []  # without a link, the device's memory is the host's
     tiers += [OPTIMIZER, ALL] if machine.disk else []
     plans = []
     for recompute, tier, stage, micro in itertools.product((False, True), tiers, STAGES, micros):
         policy = policy_for(stage)
-        alone = machine.ranks == 1 and policy.owns_a_shard  # splitting over one rank changes nothing
+        alone = machine.ranks == 1 and policy.owns_a_shard  # sharding over one rank changes nothing
         with_parameters = tier in _WITH_PARAMETERS
         needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_shard)
         if needless or (alone and tier == ON_DEVICE):
@@ -239,7 +239,7 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
     plans = []
     for shape, stages in shapes(machine):
         share = train_batch * shape.width // machine.ranks
-        # With fewer micro-batches than stages most stages wait. Size 1 has enough, if all ranks can share the batch.
+        # With fewer micro-batches than stages, most stages wait. Size 1 gives enough micro-batches.
         micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
         micros = [size for size in micros if share // size >= shape.stages]
         for recompute, stage, micro in itertools.product((False, True), stages, micros):
@@ -334,10 +334,10 @@ def _of_stages(plan: TrainingPlan, run: SimulatedRun, machine: Machine, rests: l
     ranks = plan.shape.firsts(machine.ranks)
     schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
     phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
-    copies = sum(each.memory.held for each in run.stages) - run.memory.parameters  # elements that more stages hold
+    copies = sum(each.memory.held for each in run.stages) - run.memory.parameters  # elements that several stages have
     tied = sum(machine.message("all_reduce", _itemsize(run.config) * copies, (0, ranks[-1]))) if copies > 0 else 0.0
     on_link, besides = machine.message("send", float(run.crossing), (ranks[0], ranks[1]))
-    way = besides if machine.shared else on_link + besides  # ranks that share memory read a message where it lies
+    way = besides if machine.shared else on_link + besides  # shared memory is read in place
     return window_time(schedule, phases, rests, way, tied)
 
 
@@ -348,7 +348,7 @@ def _itemsize(config: dict[str, Any]) -> int:
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
     """Return a rank's peak bytes on its device, or in host memory if the machine has no devices."""
     held = memory.on_host if machine.link else 0
-    # The host's part is there from birth on, but for the states that the first update makes.
+    # Host memory is allocated with the engine, except the optimizer states, which the first update creates.
     early = held - memory.host.get("optimizer", 0) if machine.link else 0
     return max(memory.peak - held, memory.birth - early)
 
@@ -382,11 +382,11 @@ def _step_time(
     messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
     state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
     traffic = 2 * state + 2 * rest.get("gradients", 0)
-    moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
+    moved = 2 * memory.disk  # read and written once per update; parameters are also read in forward and backward
     gathered = 2 * plan.steps * parameters * itemsize / len(ranks)
     moved += gathered if plan.tier == ALL else 0
     link = 0.0
-    if machine.link and plan.tier != ON_DEVICE:  # sums go down as often as they are reduced, values come up once
+    if machine.link and plan.tier != ON_DEVICE:  # gradients go to the host, updated values to the device
         turns = plan.steps if policy.reduces_as_gradients_arrive else 1
         down = turns * 4 * parameters / len(ranks)
         up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
@@ -423,8 +423,8 @@ def search(
     plans = legal_plans(task.train_batch, machine)
     plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
     plans = [plan for plan in plans if allowed(plan)]
-    # One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
-    # axis beside data parallelism the large ones, since the first that fits is the last that is looked at.
+    # Kinds take turns, so that every kind is tried before the time is over. Small micro-batches first; with another
+    # mesh axis large ones first, since no smaller one is tried after the first that fits.
     kinds: dict[tuple[Any, ...], list[TrainingPlan]] = {}
     for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
         kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
@@ -538,7 +538,7 @@ def confirm(
         if len(tried) >= min(most, MOST):
             break
         if (not each.fits and daring >= DARING) or any(plan.holds_less_than(each.plan) for plan in too_large):
-            continue  # it holds more than one that ran out of memory
+            continue  # it needs more memory than a plan that ran out of memory
         daring += not each.fits
         outcome = run(each.plan)
         tried[each.plan] = replace(each, trial=outcome, reason=outcome.reason)

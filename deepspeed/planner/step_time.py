@@ -79,14 +79,14 @@ class UpdateTraffic:
 def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
     """Record a simulated step into `recording`, emptied first; the yielded function marks the start of a phase."""
     lanes: dict[tuple[int, ...], int] = {}
-    recording.entries.clear()  # of a run that went no further for want of another stage's
+    recording.entries.clear()  # entries of a run that stopped because a message of another stage was unknown
     recording.blocks.clear()
     with StepRecorder(recording) as recorder:
 
         def hear(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
             lane = lanes.setdefault(ranks, len(lanes) + 1)
             recorder.add(HostEvent(MESSAGE, name, recorder.current(), nbytes=nbytes, group=ranks, lane=lane))
-            recorder.order(len(recording.entries) - 1)  # what follows reads it
+            recorder.order(len(recording.entries) - 1)  # later entries read the message
 
         with listening(hear):
             yield recorder.mark
@@ -113,7 +113,7 @@ def step_time(
     touches = first_touches(recording, machine)
     new_of_update = touches.pop(STEP, 0.0)
     new = sum(touches.values())
-    inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
+    inside = replayed.exposed(MESSAGE)  # messages within forward and backward
     group = moved.group or tuple(range(machine.ranks))
     whole = moved.messages * len(group) / max(1, len(group) - 1)
     rest = [
@@ -151,14 +151,14 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
     """Return how often an update of `micro_batches` micro-batches reduces all gradients and gathers all parameters."""
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
-    gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
+    gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else updated values are published once
     return reductions, gathers
 
 
 # -- of a pipeline ----------------------------------------------------------------------------------------------------
 
 
-_LONGEST = 2  # micro-batches for each stage: with more of them a stage holds no more, but for `gpipe`
+_LONGEST = 2  # micro-batches per stage; more of them need no more memory, except with `gpipe`
 
 
 def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:

@@ -20,7 +20,7 @@ from deepspeed.foundation.pytree import tensors_in
 
 MICRO_BATCH = "micro-batch"
 Loss = Callable[[Any, Any], torch.Tensor]
-# Blocks that act on the outside, or look at a run: a program has no use for them.
+# Blocks with effects outside of the process, or that only observe a run: left out of a program.
 OUTSIDE = {
     *MonitorSections.model_fields, "flops_profiler", "comms_logger", "autotuning", "timeline", "wall_clock_breakdown",
     "memory_breakdown", "steps_per_print", "dump_state",

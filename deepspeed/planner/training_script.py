@@ -233,7 +233,7 @@ def _from_transformers(name: str, length: int) -> Source:
     return make, batch
 
 
-_FOREVER = 1 << 30  # a trial ends itself
+_FOREVER = 1 << 30  # the engine ends the process after the last measured update
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import psutil
 
-LOOK_S = 0.1  # between two looks at a trial's memory
+LOOK_S = 0.1  # between two measurements of a trial's memory
 GRACE_S = 3.0  # between SIGTERM and SIGKILL, and between the figures and the end of the ranks
 METRICS, CONFIG = "metrics.json", "ds_config.json"
 _LEFT = 256 << 20  # bytes of the machine's memory that no trial may take
@@ -140,7 +140,7 @@ def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limit
         if metrics["latency"] > 0:
             return TrialOutcome(metrics["latency"] / 1e6, "", metrics, took, held)
     lines = [line.strip() for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if "stopped by SIGTERM" not in line]  # that is what we have done
+    lines = [line for line in lines if "stopped by SIGTERM" not in line]  # the signal is ours
     errors = [line for line in lines if "Error" in line.split(" ")[0] and line[0].isalpha()]
     first = [line for line in lines if "failed first" in line]
     code, words = watched.process.returncode, (errors or first or lines or [""])[-1]
@@ -191,7 +191,7 @@ class _Watched:
             before = dict(self.held)
             reason = "" if measured else self._too_much(limits.memory, limits.exact)
             if not measured and metrics.exists():
-                # Ranks are ending: what they had shared with one that is gone counts to those that are left.
+                # Ranks are ending: pages that they shared with an ended rank count fully for the remaining ones.
                 measured, end, self.held, reason = True, min(end, time.monotonic() + GRACE_S), before, ""
             if reason:
                 self.over_memory = True

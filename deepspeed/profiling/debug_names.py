@@ -94,7 +94,7 @@ def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
 
 def printflock(*msgs: object) -> None:
     """Print and flush under a lock between this user's processes, so that lines do not mix."""
-    import fcntl  # not on Windows, where the rest of the module is of use
+    import fcntl  # missing on Windows, where the rest of the module works
 
     path = Path(tempfile.gettempdir(), f"deepspeed-print-{os.getuid()}.lock")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -102,7 +102,7 @@ def printflock(*msgs: object) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX)
         print(*msgs, flush=True)
     finally:
-        os.close(handle)  # which ends the lock
+        os.close(handle)  # releases the lock
 
 
 def log_rank_file(rank: int, *msgs: object) -> None:

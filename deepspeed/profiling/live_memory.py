@@ -39,10 +39,10 @@ class LiveMemory(DispatchMode):
     ) -> None:
         super().__init__()
         self._category, self._foreign = category, foreign
-        self._alive: dict[int, tuple[Any, int]] = {}  # by identity of the storage: what hears of its end, its number
+        self._alive: dict[int, tuple[Any, int]] = {}  # by storage address: weak reference with callback, number
         self._bytes: dict[int, int] = {}  # by number
         self._made_as: dict[int, str] = {}
-        self._events: list[tuple[int, int]] = []  # number, bytes that it has grown by
+        self._events: list[tuple[int, int]] = []  # number of the storage, change of its bytes
         self._next = self._first = 0
         self.total = self.peak = 0
 

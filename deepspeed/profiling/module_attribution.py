@@ -41,7 +41,7 @@ class Attribution:
         self.seconds: dict[str, float] = defaultdict(float)
         self._running: list[tuple[str, nn.Module, float]] = []
         self._ignored = 0
-        self._marks: list[tuple[int, str | None]] = [(0, OUTSIDE)]  # node number, and whose nodes begin there
+        self._marks: list[tuple[int, str | None]] = [(0, OUTSIDE)]  # first node number, module of its nodes
         self._hooks: list[Any] = []
 
     def hook(self) -> None:
@@ -85,7 +85,7 @@ class Attribution:
             self._ignored -= isinstance(left, self._ignore)
             if not self._in_backward() and name not in (above for above, _, _ in self._running):
                 self.seconds[name] += time.perf_counter() - began
-            if left is module:  # others were left by an exception
+            if left is module:  # an exception left the others
                 break
         self._mark()
 
@@ -101,7 +101,7 @@ class Attribution:
         for name in names:
             if not above or name == above or name.startswith(f"{above}.") or above.startswith(f"{name}."):
                 return name
-        return f"{above}.<{names[0].replace('.', '/')}>"  # it lies elsewhere, and is called here
+        return f"{above}.<{names[0].replace('.', '/')}>"  # a module from elsewhere that is called here
 
     def _of_node(self) -> str | None:
         """Return the module whose forward created the current graph node; None if it is not counted."""

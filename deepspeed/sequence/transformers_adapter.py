@@ -118,7 +118,7 @@ class SequenceModel:
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
         self.takes_slices = False  # the next forward must get slices
-        self.recompute = True  # see `kept`
+        self.recompute = True  # see `attend`
         self.separates = True  # separate packed documents also in whole sequences: some models do not
         self._before = (model.config._attn_implementation, model.loss_function)
         self._core = ""
@@ -512,7 +512,7 @@ class SequenceSettings:
     disable_in_eval: bool = False
 
 
-_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was returned
+_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the returned mesh
 
 
 def settings_of(mpu: Any) -> SequenceSettings:

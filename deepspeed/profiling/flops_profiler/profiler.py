@@ -49,7 +49,7 @@ class _Mode(DispatchMode):
         operator = func._overloadpacket
         formula = self._formulas.get(operator)
         if formula is None and func._can_decompose() and torch.is_inference_mode_enabled():
-            with self:  # autograd, which takes composites apart, is out of the way
+            with self:  # inference mode disables autograd, which would decompose composite operators
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts

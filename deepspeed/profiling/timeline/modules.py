@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.spans import BACKWARD, FORWARD, RECOMPUTE, now, recorder
 
-_MARK = "_ds_span"  # on outputs: some module's span begins with the gradient that they had at this version
+_MARK = "_ds_span"  # attribute of outputs: version of the tensor for which a hook was registered
 _core: Any = torch._C
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
@@ -36,7 +36,7 @@ class ModuleSpans:
 
     def __init__(self, model: nn.Module) -> None:
         self._running: list[tuple[str, int]] = []
-        self._module, self._since = "", 0  # whose backward runs
+        self._module, self._since = "", 0  # module whose backward runs
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
             if name:
@@ -54,7 +54,7 @@ class ModuleSpans:
         return self
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        # What is compiled is one span: its graph is left whole.
+        # A compiled module is one span, so that its graph does not break.
         if is_compiling() or not recorder.on or not self._hooks:
             return
         running = self._running
@@ -63,7 +63,7 @@ class ModuleSpans:
         if is_grad_enabled():
             for tensor in tensors_in((args, kwargs)) if kwargs or len(args) != 1 else _tensors(args[0]):
                 node = tensor.grad_fn
-                # What another module gave begins that one's backward, so nothing is left to be ended then.
+                # The gradient of another module's output begins that module's backward, which ends this one.
                 if node is not None and getattr(tensor, _MARK, None) != tensor._version:
                     node.register_prehook(partial(self._end, name, above))
 
@@ -73,7 +73,7 @@ class ModuleSpans:
         running = self._running
         while running:
             left, began = running.pop()
-            if left == name:  # others were left by an exception
+            if left == name:  # an exception left the others
                 recorder.add(began, RECOMPUTE if _core._current_graph_task_id() != -1 else FORWARD, module=name)
                 break
         if recorder.on and self._hooks and is_grad_enabled():
@@ -81,7 +81,7 @@ class ModuleSpans:
                 node = tensor.grad_fn
                 if node is not None and getattr(tensor, _MARK, None) != tensor._version:
                     setattr(tensor, _MARK, tensor._version)
-                    # A hook of what made it: one of the tensor's own costs four times as much.
+                    # Hook on the node: a hook on the tensor costs four times as much.
                     node.register_prehook(partial(self._begin, name))
 
     def _begin(self, name: str, _gradients: Any) -> None:

@@ -32,14 +32,14 @@ from deepspeed.foundation.spans import (
     Span,
 )
 
-OUTSIDE = "outside"  # between updates, in no span: the script, and a loader that is not the engine's
+OUTSIDE = "outside"  # in no span: the script itself, and a loader that is not the engine's
 COMMUNICATION, WAITING = "communication", "waiting"
 MESSAGES = (CALL, WAIT, REDUCE)
 CATEGORIES: tuple[str, ...] = (
     FORWARD, BACKWARD, RECOMPUTE, UPDATE, STEP, COMMUNICATION, WAITING, DISK, COPY, LOADER, SAVE, OUTSIDE,
 )  # fmt: skip
 _BESIDE = (FLIGHT, TRANSFER, COUNT)
-_ANYWHERE = (BACKWARD, FORWARD, RECOMPUTE, CALL, WAIT, REDUCE)  # a device's backward runs in threads of its own
+_ANYWHERE = (BACKWARD, FORWARD, RECOMPUTE, CALL, WAIT, REDUCE)  # backward of a device runs in separate threads
 
 
 class RankRecord(NamedTuple):
@@ -87,9 +87,9 @@ def pieces_of(record: RankRecord) -> list[Segment]:
         and span.end > max(span.begin, start)
         and span.begin < stop
     ]
-    edges: list[tuple[int, int, int, Span | None]] = [(mark, 0, 0, None) for mark in record.marks]  # pieces end there
+    edges: list[tuple[int, int, int, Span | None]] = [(mark, 0, 0, None) for mark in record.marks]  # end segments
     edges += [(span.begin, 1, -span.end, span) for span in spans]
-    edges += [(span.end, 0, -span.begin, span) for span in spans]  # what ends makes room first
+    edges += [(span.end, 0, -span.begin, span) for span in spans]  # ends come before begins
     edges.sort(key=lambda edge: edge[:3])
     pieces: list[Segment] = []
     active: list[Span] = []
@@ -143,7 +143,7 @@ def common(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
     return total
 
 
-_BEFORE_A_SLICE_IS_NEW = (UPDATE, STEP, DISK, COPY, SAVE)  # who gathers one-sidedly waits for nothing else of a peer
+_BEFORE_A_SLICE_IS_NEW = (UPDATE, STEP, DISK, COPY, SAVE)  # what a one-sided gather waits for
 
 _NEVER = 1 << 63
 
@@ -192,7 +192,7 @@ class Waits:
             for of_rank in pieces
         ]
         self._marks = [record.marks for record in records]
-        self._caused: dict[int, list[int]] = defaultdict(lambda: [0] * (len(records[0].marks) - 1))  # by position
+        self._caused: dict[int, list[int]] = defaultdict(lambda: [0] * (len(records[0].marks) - 1))  # by rank position
         self.pieces = [
             [part for piece in of_rank for part in self._split(index, piece)] for index, of_rank in enumerate(pieces)
         ]

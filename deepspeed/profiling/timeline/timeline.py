@@ -23,7 +23,7 @@ from deepspeed.profiling.timeline.segments import (
     union,
 )
 
-_MUCH = 0.05  # of the step that is waited for one rank: then that rank limits it
+_MUCH = 0.05  # fraction of the step spent waiting for one rank, from which that rank is the limit
 
 
 class Limit(NamedTuple):
