@@ -34,7 +34,7 @@ _RANKS = 8  # columns
 
 
 def table(timeline: Any) -> str:
-    """Return the text of `Timeline.table`."""
+    """Format a timeline as text; `Timeline.table` describes the content."""
     step, limit = timeline.step_seconds, timeline.limit
     last = timeline.first + timeline.updates - 1
     lines = [f"updates {timeline.first} to {last}: {1e3 * step:.2f} ms each, mean of {len(timeline.records)} rank(s)"]

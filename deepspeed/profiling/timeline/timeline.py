@@ -64,7 +64,7 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """Return the mean time of an update, over updates and ranks."""
+        """Return the mean seconds of an update, over updates and ranks."""
         spans = [record.marks[-1] - record.marks[0] for record in self.records]
         return sum(spans) / len(spans) / self.updates / 1e9
 
