@@ -217,11 +217,13 @@ def _layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: i
     structure, why = tried(module, next(find_experts(module))[2], dist.get_world_size())
     assert not why, why
     become_parallel(module, location, structure)
-    return _both_ways(lambda: module(hidden, index, weights))
+    return _both_ways(lambda: module(hidden, index, weights), [hidden, weights, *module.parameters()])
 
 
-def _both_ways(forward: Callable[[], Tensor]) -> Step:
+def _both_ways(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Step:
     def step(_: Tensor) -> float:
+        for leaf in leaves:
+            leaf.grad = None
         forward().square().sum().backward()
         return 0.0
 
@@ -243,6 +245,7 @@ def _floor(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: i
     target = torch.empty_like(received)
 
     def step(_: Tensor) -> float:
+        rows.grad = gate_up.grad = down.grad = None
         inner = grouped_mm(rows, gate_up, offs=offsets)
         grouped_mm(inner[:, : inner.shape[1] // 2].contiguous(), down, offs=offsets).square().sum().backward()
         for _ in range(4):
@@ -265,7 +268,7 @@ def _exchange(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local
         rows, row_weights, _ = dispatch(hidden, weights, index[routing.sent], routing)
         return combine(rows * row_weights.sum(1, keepdim=True), routing)
 
-    return _both_ways(forward)
+    return _both_ways(forward, [hidden, weights])
 
 
 def _exchange_torch(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: int) -> Step:
@@ -275,12 +278,12 @@ def _exchange_torch(module: Any, hidden: Tensor, index: Tensor, weights: Tensor,
         each = torch.empty_like(back).index_copy(0, order, back).view(*index.shape, -1)
         return (each * weights.unsqueeze(-1)).sum(1)
 
-    return _both_ways(forward)
+    return _both_ways(forward, [hidden, weights])
 
 
 def _products(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: int) -> Step:
     """All experts on this rank's own tokens, without an exchange."""
-    return _both_ways(lambda: module(hidden, index, weights))
+    return _both_ways(lambda: module(hidden, index, weights), [hidden, weights, *module.parameters()])
 
 
 def _matrix(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: int) -> Step:
@@ -292,7 +295,7 @@ def _matrix(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: 
         gate, value = nn.functional.linear(rows, up).chunk(2, -1)
         return nn.functional.linear(nn.functional.silu(gate) * value, down)
 
-    return _both_ways(forward)
+    return _both_ways(forward, [rows, up, down])
 
 
 PART_MAKERS: dict[str, Callable[[Any, Tensor, Tensor, Tensor, int], Step]] = {
