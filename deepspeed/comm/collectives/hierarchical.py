@@ -49,9 +49,10 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """Reduce like `collectives.reduce_to_owners`, in two steps if the axis spans hosts and no sum order is required.
+    """Reduce like `collectives.reduce_to_owners`, and in two steps if that saves traffic.
 
-    `finish` then gets one fp32 contribution per host instead of one per rank.
+    It does for even slices of 16-bit elements on an axis over several hosts, unless `in_rank_order`. `finish` then gets
+    one fp32 sum per host instead of one contribution per rank.
     """
     hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not axis.is_even(cuts) else axis.hosts
     if hosts is None:
@@ -94,13 +95,17 @@ def reduce_to_copies(
     finish: Callable[[list], Handle | None],
     in_rank_order: bool = False,
 ) -> Handle:
-    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; without message tags.
+    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; for axes without tags.
 
     Args:
+        axis: ranks among which the slices are divided.
         copies: axis of the replicas; the sum over it is in fp32, with equal bits on all its ranks.
         flat: 1-D contribution of this rank; must not change until the handle is done.
-        scale: factor on the first sum.
-        finish: called with the fp32 sum as the only contribution; in rank order, with the first sum of each copy.
+        cuts: slice boundaries: rank r of `axis` owns flat[cuts[r] : cuts[r + 1]].
+        label: name of the collective in error reports.
+        scale: factor on the sum over `axis`.
+        finish: called with a list of the final fp32 sum; if `in_rank_order`, with the sums of all replicas instead.
+        in_rank_order: sum in rank order instead of the backend's own order.
     """
     total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
 
