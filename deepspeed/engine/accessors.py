@@ -74,7 +74,7 @@ class MeshAccessors:
         return self._state.axes.mesh.axis(*MODEL).rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """Return this rank's position among the ranks that split the same matrices."""
+        """Return this rank's position among the tensor-parallel ranks, which have slices of the same matrices."""
         return self._state.axes.mesh.axis("tp").rank
 
     def get_sequence_parallel_group(self) -> Any:
@@ -105,7 +105,7 @@ class StateAccessors:
         return self._state.window.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps)."""
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._state.window.steps
 
     @property
@@ -232,7 +232,7 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters from the table `GETTERS`, and getters that combine several values."""
+    """Getters of configuration values: one for each entry of `GETTERS`, and some that combine several values."""
 
     ds_config: DeepSpeedConfig
 

@@ -394,10 +394,7 @@ def build(
 
 
 def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
-    """Broadcast rank 0's values, and experts from the first rank that has them; returns the expert-parallel sizes.
-
-    All ranks must call this.
-    """
+    """Broadcast rank 0's values, and experts from the first rank that has them; returns ep sizes. Collective."""
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_ep.setdefault(placement_of(tensor).ep, []).append(tensor)

@@ -129,7 +129,7 @@ class RunState:
             ) from error
 
     def window_fits(self, saved: dict[str, Any]) -> bool:
-        """Return whether a saved window can be continued.
+        """Return whether a saved accumulation window can be continued.
 
         It can if the batch size is equal, and its samples are a whole number of this run's micro-batches.
         """
@@ -141,7 +141,7 @@ class RunState:
         return batch == size * self._state.window.steps and samples % size == 0
 
     def restore_window(self, saved: dict[str, Any], window: dict[str, Any] | None) -> None:
-        """Continue in the middle of a window after its gradients were loaded.
+        """Continue in the middle of a saved accumulation window, after its gradients were loaded.
 
         Args:
             saved: result of `capture`.
@@ -158,7 +158,7 @@ class RunState:
         now.resume(seen, ways, items)
 
     def restart_window(self, saved: dict[str, Any]) -> None:
-        """Restart a saved window: its gradients are not loaded, and its samples are read again."""
+        """Restart a saved accumulation window: its gradients are not loaded, and its samples are read again."""
         seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
         if isinstance(loader, DeepSpeedDataLoader):
             loader.rewind(seen * then["micro"] * then["ranks"])
@@ -181,11 +181,7 @@ class LoadOptions:
 
 
 class CheckpointIO:
-    """Saving and loading of an engine's checkpoints.
-
-    Args:
-        guard: creates a context that adds a memory report to out-of-memory errors.
-    """
+    """Saving and loading of checkpoints; `guard` creates a context that adds a report to out-of-memory errors."""
 
     def __init__(
         self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -293,7 +289,7 @@ class CheckpointIO:
             )
 
     def _upstream_files(self, saving: Saving, ranks: Ranks) -> Callable[[Path, Manifest], dict[str, Seal]]:
-        """Create the function that writes files in DeepSpeed's original format next to the native ones."""
+        """Create the function that writes a checkpoint in the original DeepSpeed's format next to the native one."""
         run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
         counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
         shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self._state.ds_config.raw, **plain(client)}

@@ -386,10 +386,9 @@ class CompressionHooks:
         log_rank0(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
 
     def replay(self, saved: dict[str, Any]) -> None:
-        """Remove the units that the model of a checkpoint no longer has; `saved`: metadata of the checkpoint.
+        """Remove the units that a checkpoint's model no longer has; raises CheckpointError if others were removed.
 
-        Raises:
-            CheckpointError: this engine has removed other units.
+        saved: compression state of the checkpoint.
         """
         wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals

@@ -239,11 +239,7 @@ class RepeatingLoader:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """Start the first pass.
-
-        Args:
-            loader: an iterable that can be iterated repeatedly.
-        """
+        """Start the first pass over `loader`, an iterable that can be iterated repeatedly."""
         self.loader = loader
         self.data_iter = iter(loader)
 
@@ -251,11 +247,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            DataError: the restarted loader yields nothing.
-        """
+        """Return the next batch; raises DataError if the restarted loader yields nothing."""
         for batch in self.data_iter:
             return batch
         self.data_iter = iter(self.loader)
@@ -268,10 +260,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the number of elements of the first tensor of token ids: integer, two or more dims; 0 without one.
-
-    Dicts among the inputs are searched too.
-    """
+    """Return the size of the first tensor of token ids (integer, two or more dims, also in dicts); 0 if none."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

@@ -323,17 +323,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         Args:
             loss: differentiable scalar: the mean over the micro-batch, or with `num_items` the sum over its items.
             retain_graph: keep the graph for another backward pass.
-            scale_wrt_gas: False: sum over the window's micro-batches instead of the mean.
-            num_items: number of items (tokens, samples) in the sum `loss`; the gradient is that of the
-                total loss divided by the global count of the window.
+            scale_wrt_gas: False: sum over the micro-batches of an update instead of the mean.
+            num_items: number of items (tokens, samples) of which `loss` is the sum; the gradient is that of the total
+                loss of an update, over all ranks, divided by its total number of items. None: `loss` is a mean.
 
         Returns:
             The loss divided by the accumulation steps (undivided with `num_items` or `scale_wrt_gas=False`).
 
         Raises:
             ArgumentError: the loss is not a differentiable scalar tensor.
-            UsageError: the engine has no optimizer, a window mixes calls with and without `num_items`, or
-                sequence-parallel ranks have different losses.
+            UsageError: the engine has no optimizer, the micro-batches of an update mix calls with and without
+                `num_items`, or sequence-parallel ranks have different losses.
         """
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
@@ -355,11 +355,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss multiplied by the loss scale, for a manual `.backward()` under fp16.
-
-        Raises:
-            ArgumentError: the loss is not a differentiable scalar tensor.
-        """
+        """Return the loss times the loss scale, for a manual `.backward()` under fp16; errors as in `backward`."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
@@ -392,15 +388,15 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     # -- the step -------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last of its window, so that `step` updates."""
+        """Return whether the current micro-batch is the last before an update."""
         return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batches end their window, in place of `gradient_accumulation_steps`."""
+        """Set whether the next micro-batches end with an update, in place of counting `gradient_accumulation_steps`."""
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch. After the window's last one, clip, update, all-gather, and step the scheduler.
+        """End a micro-batch. After the last one before an update, clip, update, all-gather, and step the scheduler.
 
         Args:
             lr_kwargs: keyword arguments of the scheduler's `step`; None: none.
@@ -419,9 +415,9 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._end_step()
 
     def flush(self) -> None:
-        """Update with an incomplete window, as at the end of an epoch, by the mean over its micro-batches.
+        """Update before `gradient_accumulation_steps` is reached, by the mean over the micro-batches so far.
 
-        All ranks must call this. Does nothing if the window has no micro-batch.
+        All ranks must call this, for example at the end of an epoch. Does nothing without a micro-batch.
 
         Raises:
             UsageError: the engine has no optimizer.
@@ -472,14 +468,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._preemption.stop_if_asked()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` updated the parameters (not inside a window, and not skipped)."""
+        """Return whether the last `step` updated the parameters; False if it only accumulated or was skipped."""
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. All ranks must call this.
-
-        set_to_none: as in torch, used only without an optimizer.
-        """
+        """Drop the gradients accumulated since the last update; arguments as in torch. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -487,21 +480,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self.module.zero_grad(set_to_none)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the samples per rank and micro-batch from now on; the global batch size changes with it.
-
-        Raises:
-            ArgumentError: the size is not positive.
-        """
+        """Set the samples per rank and micro-batch (positive, else ArgumentError); changes the global batch size."""
         if micro_batch_size <= 0:
             raise ArgumentError(f"a micro-batch has at least one sample, got {micro_batch_size}")
         self._window.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size (samples per update) between windows, by changing the accumulation steps.
+        """Set the global batch size (samples per update) between two updates, by changing the accumulation steps.
 
         Raises:
             ArgumentError: the size is not a multiple of micro-batch times ranks.
-            UsageError: the call is in the middle of a window.
+            UsageError: micro-batches were run since the last update.
         """
         step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
@@ -560,7 +549,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._components.lifecycle.prefetcher.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce the gradients of the window so far, before `step`. All ranks must call this.
+        """Reduce the gradients accumulated since the last update, before `step`. All ranks must call this.
 
         Args:
             bucket_size: accepted without effect; `reduce_bucket_size` of the JSON is used.

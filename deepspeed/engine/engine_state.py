@@ -105,10 +105,7 @@ class EngineState:
         return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, coordinates)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
-        """Return the names of all parameters, buffers and aliases on any rank; empty if all have the same slice.
-
-        All ranks must call this.
-        """
+        """Return the names of parameters, buffers and aliases on any rank; empty if slices are equal. Collective."""
         if not self.sliced:
             return set()
         first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # names of experts may differ between ranks

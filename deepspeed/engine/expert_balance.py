@@ -97,10 +97,7 @@ class ExpertBalance:
             yield f"{_EXPERTS}{name}/entropy", load.entropy
 
     def summary(self) -> dict[str, Any]:
-        """Return figures for `ds_top`: the most unbalanced layer, mean dropped share, and minimum entropy.
-
-        Empty if tokens are not counted.
-        """
+        """Return figures for `ds_top`: most unbalanced layer, mean dropped share, least entropy; {} if not counted."""
         loads = self.load()
         if not loads:
             return {}

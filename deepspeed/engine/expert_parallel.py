@@ -105,7 +105,7 @@ class ExpertAccessors:
 
     @property
     def expert_load(self) -> dict[str, LayerLoad]:
-        """Return the load of each layer's experts in the last update, over all ranks; {} if tokens are not counted."""
+        """Return the load of experts by layer name in the last update, over all ranks; {} if tokens are not counted."""
         return self._balance.load()
 
     @property

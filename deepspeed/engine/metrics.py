@@ -72,7 +72,7 @@ class StepTimers:
         says: log a line after each micro-batch and each window, on rank 0.
 
     Attributes:
-        last: milliseconds by name of the timer, of the last window and its last micro-batch; empty before.
+        last: milliseconds by name of the timer, of the last update and its last micro-batch; empty before.
     """
 
     def __init__(self, timers: HostWallClockTimer, active: bool, says: bool) -> None:
@@ -95,7 +95,7 @@ class StepTimers:
                 timer.stop()
 
     def elapsed(self) -> dict[str, float]:
-        """Return the milliseconds of the window so far, by part; parts that have not run are omitted."""
+        """Return the milliseconds since the last update, by part of a step; parts that have not run are omitted."""
         names = ((part, pair[1]) for part, pair in _PAIRS.items())
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
@@ -104,7 +104,7 @@ class StepTimers:
             self._show(0)
 
     def end_window(self) -> dict[str, float]:
-        """End a window and its last micro-batch; returns the window's `elapsed()`."""
+        """End an update and its last micro-batch; returns the update's `elapsed()`, {} if nothing is measured."""
         if not self.active:
             return {}
         elapsed = self.elapsed()
@@ -132,7 +132,7 @@ class Profiling:
     Operations are counted in the preceding update, once per shape of the inputs, since counting takes time.
 
     Args:
-        elapsed: returns the milliseconds of the window so far, by part of a step.
+        elapsed: returns the milliseconds since the last update, by part of a step.
     """
 
     def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
@@ -240,7 +240,7 @@ _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
 class Instruments:
-    """Measurements of a window, and their output to monitors, log and progress line.
+    """Measurements of each update, and their output to monitors, log and progress line.
 
     Attributes:
         throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. The
@@ -314,7 +314,7 @@ class Instruments:
         return self.times.timed(BACKWARD_REDUCE)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Return the milliseconds of the last window and its last micro-batch, by the names of `deepspeed.utils.timer`.
+        """Return the milliseconds of the last update and its last micro-batch, by the names of `deepspeed.utils.timer`.
 
         Empty unless `wall_clock_breakdown` (or a profiler) measures. The timers themselves are `engine.timers`.
         """
@@ -371,11 +371,11 @@ class Instruments:
     def on_window(
         self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
     ) -> None:
-        """Record a window of a pipeline.
+        """Record the micro-batches of an update in a pipeline.
 
         Args:
-            loss: mean loss of the window.
-            batches: its micro-batches on this rank.
+            loss: their mean loss.
+            batches: the micro-batches of this rank.
             stages: number of stages, which read the same batches.
             metrics: means of the model's own metrics, by name.
         """
@@ -397,7 +397,7 @@ class Instruments:
         return boundary
 
     def row(self) -> list[float]:
-        """Return and reset this rank's sums of the window: loss, weight and tokens; [] if nothing needs them."""
+        """Return and reset this rank's sums since the last update: loss, weight, tokens; [] if nothing needs them."""
         if not self._collects:
             return []
         loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
@@ -406,12 +406,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """Run the active callbacks after an update.
-
-        Args:
-            rows: the `row` of each rank.
-            samples: samples of the window over all ranks.
-        """
+        """Run the active callbacks after an update; `rows`: `row` of each rank, `samples`: samples over all ranks."""
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
         for hook in self._after_update:
@@ -466,13 +461,13 @@ class Instruments:
         yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
-        """Yield the milliseconds of the window, if they are measured."""
+        """Yield (name, milliseconds) of the parts of the last update for the monitors, if they are measured."""
         yield from ((f"{_SAMPLES}{_MS}{part}", value) for part, value in self._elapsed.items())
 
     # -- gradients by name ----------------------------------------------------------------------------------------
 
     def gradient_norms(self) -> dict[str, float]:
-        """Compute the L2 norm of each parameter's mean gradient in the window, before clipping.
+        """Compute the L2 norm of each parameter's mean gradient since the last update, before clipping.
 
         All ranks must call this between `backward` and `step`. With tensor parallelism, a norm covers all slices.
 

@@ -180,7 +180,7 @@ class NonFiniteFinder:
         return first
 
     def _of_parameters(self) -> Finding | None:
-        """Return a finding for the first parameter of this rank that was not finite before the window, or None."""
+        """Return a finding for this rank's first parameter that was not finite before the micro-batches, or None."""
         for group in self._state.components.groups:
             whole = not group.policy.gathers_before_use
             with contextlib.nullcontext(group.full) if whole else group.values.borrowed() as values:

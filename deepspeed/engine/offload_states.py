@@ -61,7 +61,7 @@ class OffloadStates:
 
         Raises:
             ArgumentError: another device, or an unknown kind.
-            UsageError: the state is already offloaded, or gradients of an unfinished window exist.
+            UsageError: the state is already offloaded, or gradients were accumulated since the last update.
         """
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")

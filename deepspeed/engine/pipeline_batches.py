@@ -21,7 +21,7 @@ EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # call of a rank: eval_batch, train_
 
 
 class WindowReport(NamedTuple):
-    """A rank's report of its window to the other ranks, as numbers."""
+    """Report of a rank to the others about its micro-batches for the next update (its window), as numbers."""
 
     available: float  # micro-batches that it read, or `FAILED`
     wanted: float  # micro-batches of the window
@@ -38,7 +38,7 @@ class WindowReport(NamedTuple):
 
 @dataclass
 class AgreedWindow:
-    """Micro-batches of a window on which all ranks have agreed."""
+    """Micro-batches of an update (a window) on which all ranks have agreed."""
 
     batches: list[Any]  # this rank's micro-batches; list of None if its stage reads none
     samples: list[float] | None  # samples of each, empty if this rank has no data; None without `loop`
@@ -54,7 +54,7 @@ def agree(
     trains: bool = True,
     refused: Exception | None = None,
 ) -> AgreedWindow:
-    """Read a window; if one rank cannot, all ranks raise. All ranks must call this.
+    """Read the micro-batches of an update (a window); if one rank cannot, all raise. All ranks must call this.
 
     Args:
         source: the caller's iterator or `Window`.

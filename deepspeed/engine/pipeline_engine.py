@@ -131,7 +131,7 @@ class PipelineEngine(DeepSpeedEngine):
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
     def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
-        """Return the schedule: the actions of all stages in a window; it prints as text.
+        """Return the schedule: the actions of all stages for an update, or for an evaluation. It prints as text.
 
         Args:
             micros: number of micro-batches.
@@ -144,7 +144,7 @@ class PipelineEngine(DeepSpeedEngine):
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:
-        """Simulate a window of `micros` micro-batches.
+        """Simulate the schedule of an update with `micros` micro-batches.
 
         Returns:
             Its time in units of the stages' costs, the stored activations and the idle fraction.
@@ -165,8 +165,8 @@ class PipelineEngine(DeepSpeedEngine):
             data_iter: iterator over this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
                 first and last stage only. None: `training_data`, or the iterator of `set_dataiterator`. A window of
                 `loop` may have fewer micro-batches.
-            num_items: function of a micro-batch that returns the number of items (tokens) in its loss, a sum; the
-                gradient is that of the total loss divided by the global number. None: losses are means with equal
+            num_items: returns the number of items (tokens) of a micro-batch; losses are then sums over items, and the
+                gradient is that of the total loss divided by the total number. None: losses are means with equal
                 weights.
 
         Returns:
@@ -353,7 +353,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
-        """Return the mean loss of a window on all ranks."""
+        """Return the mean loss of an update's micro-batches over all ranks, 0-d. All ranks must call this."""
         counts = self._gather_counts(losses, "mean loss of a window", sum(self._driver.items or ()))
         Count.check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
@@ -463,21 +463,13 @@ class PipelineEngine(DeepSpeedEngine):
         return self._window.steps
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse the call: `train_batch` and `eval_batch` run forward in a pipeline.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` and `eval_batch` run forward."""
         raise PipelineError(
             "only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model"
         )
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """Refuse the call: `train_batch` runs backward in a pipeline.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` runs backward."""
         raise PipelineError("backward() of a pipeline is a part of train_batch()")
 
     def loop(  # type: ignore[override]
@@ -508,11 +500,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._feeding.windows(loader, policy, progress)
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Refuse the call: `train_batch` updates the parameters in a pipeline.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` updates the parameters."""
         raise PipelineError("step() of a pipeline is a part of train_batch()")
 
 

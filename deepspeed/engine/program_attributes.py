@@ -1,4 +1,4 @@
-"""Attributes and methods of upstream's engine that client programs use."""
+"""Attributes and methods of the original DeepSpeed's engine that client programs use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def warn_of_replaced_methods(engine: type) -> None:
 
 
 class ProgramAttributes:
-    """Read-only attributes of upstream's engine, computed from the engine's state.
+    """Attributes and methods of the original DeepSpeed's engine that have no other implementation here.
 
     Attributes:
         warn_unscaled_loss: accepted without effect; `backward` raises for a loss that was scaled manually.
@@ -81,19 +81,11 @@ class ProgramAttributes:
         return 0.0
 
     def set_data_post_process_func(self, post_process_func: Any) -> None:
-        """Refuse a function for post-processing of batches, which is not available.
-
-        Raises:
-            NotAvailableError: always.
-        """
+        """Raise NotAvailableError: post-processing of batches is not available."""
         raise NotAvailableError("set_data_post_process_func is not available yet: it belongs to data efficiency")
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
-        """Log the time of a forward pass.
-
-        Args:
-            fwd_time: milliseconds.
-        """
+        """Log the time of a forward pass, `fwd_time` in milliseconds."""
         log_rank0(f"forward: {fwd_time:.2f} ms")
 
     def _report_progress(self: Any, step: int) -> None:

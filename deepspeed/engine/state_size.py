@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """Return the bytes of tensors in memory, each storage once; None and offloaded tensors count as 0.
-
-    Meta tensors of a simulation count like real ones.
-    """
+    """Return the bytes of tensors in memory, each storage once; None and offloaded tensors count 0, meta ones fully."""
     here = [t.untyped_storage() for t in tensors if t is not None and not isinstance(t, Away)]
     storages = {s._cdata: s.nbytes() for s in here}
     return sum(storages.values())

@@ -49,10 +49,10 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """Reduce like `collectives.reduce_to_owners`, and in two steps if that saves traffic.
+    """Reduce like `collectives.reduce_to_owners`, but in two steps where possible: within hosts, then between them.
 
-    It does for even slices of 16-bit elements on an axis over several hosts, unless `in_rank_order`. `finish` then gets
-    one fp32 sum per host instead of one contribution per rank.
+    Two steps need slices of equal length, elements of at most 16 bits and an axis with `hosts`, and are not used with
+    `in_rank_order`. `finish` then gets one fp32 sum per host instead of one contribution per rank.
     """
     hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not axis.is_even(cuts) else axis.hosts
     if hosts is None:
@@ -128,7 +128,7 @@ def reduce_to_copies(
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Switch to a side stream for sums that overlap with the computation.
+    """Switch to a side stream inside the context, for sums that overlap with the computation.
 
     The side stream first waits for the current stream. Memory that is allocated inside belongs to the side stream and
     must not be used after the block.

@@ -133,7 +133,7 @@ class FetchService:
             full: 1-D.
             cuts: slice boundaries: rank r owns full[cuts[r] : cuts[r + 1]].
             label: name in error reports.
-            within: range of the needed elements; more may be received. None: all.
+            within: slice of the needed elements of `full`; more may be received. None: all.
 
         Raises:
             CommError: an owner has ended, or the axis has one rank.

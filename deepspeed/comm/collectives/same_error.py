@@ -201,10 +201,7 @@ class OrderCheck:
         return axis.size > 1 and not axis.tagged and axis.has_host_backend
 
     def compare(self, what: str) -> None:
-        """Raise OrderError on all ranks unless `what`, which describes the next call, is equal on all.
-
-        All ranks must call this.
-        """
+        """Raise OrderError on all ranks unless `what` (the next call) is equal on all. All ranks must call this."""
         self.compared += 1
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
@@ -247,7 +244,7 @@ class BatchCheck:
         """Compare one micro-batch; raises DataError on all ranks if batches differ. All ranks must call this.
 
         Args:
-            in_parts: compare by entry and skip None: entries, or the whole batch, that a rank does not need.
+            in_parts: compare each entry of the batch by itself; None, for an entry or the whole batch, matches all.
         """
         self.left -= 1
         everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})

@@ -348,7 +348,7 @@ def all_gather_coalesced(
 
 
 class TorchBackend:
-    """Interface of DeepSpeed's backend class for programs that ask it for collectives; it needs no instance."""
+    """Class with the getters of DeepSpeed's `TorchBackend` that programs call; it needs no instance."""
 
     @classmethod
     def get_all_gather_function(cls) -> Any:

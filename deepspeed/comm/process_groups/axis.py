@@ -95,7 +95,7 @@ class Axis:
         return next(self._channels)
 
     def public_tag(self, kind: int) -> int:
-        """Return the tag of the next message on channel `PUBLIC`; all ranks must call this in the same order."""
+        """Return the tag of the next public message of a kind (`EXCHANGE`, …); all ranks call this in one order."""
         return tag_of(PUBLIC, kind, next(self._public))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -178,10 +178,7 @@ def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
 
 
 def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
-    """Return the axis of a process group of the client, such as one of an `mpu`. Collective over the group.
-
-    Other arguments as in `axis_of`.
-    """
+    """Return the axis of a client's process group, such as an `mpu`'s; see `axis_of`. Collective over the group."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     return axes_here().axis(ranks, name, device, group)
 
@@ -233,7 +230,7 @@ def require_group() -> None:
 
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
-    """Call torch's new_group under the watchdog; arguments and result as there. Collective over the world."""
+    """Call torch's new_group under the watchdog; arguments and result as there. All ranks call this in one order."""
     with CollectiveEvent.of_world(f"new_group {ranks or 'of all ranks'}"):
         return dist.new_group(ranks, timeout, backend, **options)
 
@@ -392,11 +389,7 @@ _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by world group: a 
 
 
 def get_own_group() -> Any:
-    """Return a group that contains only this process; other ranks need not call this.
-
-    Raises:
-        UsageError: there is no process group.
-    """
+    """Return a group of only this process; other ranks need not call this. UsageError without a process group."""
     require_group()
     world = dist.distributed_c10d._get_default_group()
     if world not in _groups:

@@ -193,9 +193,9 @@ def init_distributed(
         verbose: log one line on rank 0.
         timeout: maximum time of one collective; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
-        dist_init_required: False adopts an existing group and does not create one.
+        dist_init_required: False adopts an existing group and does not create one; None and True create a missing one.
         config: the DeepSpeed configuration, for its `comms_logger` block.
-        rank: rank of this process; needs `world_size`.
+        rank: rank of this process, together with `world_size`; -1: from the environment.
         world_size: number of processes.
 
     Raises:

@@ -205,11 +205,7 @@ class Mesh:
         return lambda: self.answer(dims, what)
 
     def answer(self, dims: tuple[str, ...], question: str) -> Any:
-        """Return the process group, this rank's position or the number of ranks along these dims.
-
-        Args:
-            question: "group", "rank" or "world_size".
-        """
+        """Return the process group, this rank's position or the size along dims: "group", "rank" or "world_size"."""
         axis = self.axis(*dims)
         if question == "group":
             return axis.group if axis.group is not None else get_own_group()
@@ -251,7 +247,7 @@ _QUESTIONS = ("group", "rank", "world_size")
 
 
 def ask_current(unit: str, question: str) -> Callable[[], Any]:
-    """Create a function that returns `Mesh.answer` for a name of `UNITS` on the current mesh."""
+    """Create a function such as `get_data_parallel_rank`: `Mesh.answer` of the current mesh for dims UNITS[unit]."""
 
     def ask() -> Any:
         return current_mesh().answer(UNITS[unit], question)
@@ -335,6 +331,9 @@ def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
         world: number of started ranks.
         asked: (dim, size, origin), where dim is one of `DIMS`, "dp" for both data-parallel dims together, or "shard"
             for `dp_shard x sp` together. One size may be -1: all remaining ranks.
+
+    Returns:
+        The size of each dim of `DIMS`.
 
     Raises:
         MeshError: two origins disagree, or the sizes do not fit the world (the message names the nearest that do).

@@ -112,11 +112,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def set_backend(backend: str) -> None:
-    """Check that `backend` is the backend in use.
-
-    Raises:
-        NotAvailableError: `backend` differs; a process group cannot change its backend.
-    """
+    """Raise NotAvailableError if `backend` is not in use, since a process group cannot change its backend."""
     if backend not in get_backend():
         raise NotAvailableError(
             f"set_backend({backend!r}): the process group runs on {get_backend()!r}. Name the backend in "

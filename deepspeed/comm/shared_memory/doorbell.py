@@ -132,7 +132,7 @@ class Until:
         self._is_true = False
 
     def ready(self) -> bool:
-        """Return whether the condition is known to be true; a true condition stays true."""
+        """Check the condition once, without waiting; returns whether it is true or was at an earlier call."""
         self._is_true = self._is_true or self._comes_true()
         return self._is_true
 

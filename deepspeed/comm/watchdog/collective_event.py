@@ -34,7 +34,7 @@ _NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
 
 class CollectiveEvent:
-    """A collective, or a part of one. The host is inside between `begin` and `end`, or within a `with` statement.
+    """A collective, or a part of one; the host is inside of it between `begin` and `end`, or in a `with` statement.
 
     Args:
         label: name in error reports and logs.
@@ -48,7 +48,7 @@ class CollectiveEvent:
         self.label, self.ranks, self.category = label, ranks, category
 
     def order(self, kind: str, owner: Any, size: int = 0, label: str = "") -> None:
-        """Record a collective in the desync trail. All ranks of `owner` must record theirs in the same order.
+        """Record a collective in the desync trail (`watchdog/desync.py`); all ranks of `owner` in the same order.
 
         Args:
             kind: kind of caller (`public`, `internal`, `groups`); each kind has its own order.
@@ -69,11 +69,7 @@ class CollectiveEvent:
         return event
 
     def begin(self) -> None:
-        """Record that the host enters the collective.
-
-        Raises:
-            CommError: another rank has reported a failure, so this collective cannot complete.
-        """
+        """Record that the host enters the collective; raises CommError if another rank has reported a failure."""
         if here.resting and here.watcher is not None:
             here.watcher.go_on()
         if here.verdict is not None:
@@ -131,7 +127,7 @@ class ClientCollective(CollectiveEvent):
         return sum(map(cls._size, message)) if isinstance(message, list) else 0
 
     def note_order(self, group: Any, label: str) -> None:
-        """Record the call in this rank's desync trail, unless this rank is not in the group (None: the world)."""
+        """Record the call in the desync trail if this rank is a member of the group (None: the world)."""
         group = dist.group.WORLD if group is None else group
         if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
             self.order("public", group, 0, label)

@@ -135,12 +135,7 @@ def full_report(what: str, report: str) -> str:
 
 
 def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
-    """Format the report's line of one rank.
-
-    Args:
-        page: the rank's newest known page; None: unknown.
-        answered: the rank has answered the alarm.
-    """
+    """Format a report's line; `page`: the rank's newest page or None, `answered`: it has answered the alarm."""
     if page is None:
         return f"  rank {rank}: no answer (process gone or not started)"
     where, state = describe(page)

@@ -114,10 +114,7 @@ class MemoryReport:
         return self.by_category()[ACTIVATIONS]
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
-        """Create the error with the memory by category, the category that ran out, and suggested keys of the JSON.
-
-        error: the out-of-memory error of torch or Python.
-        """
+        """Create the error to raise instead of out-of-memory `error`, with memory by category and suggested keys."""
         frames = list(frames_of(error))
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -129,12 +126,7 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """Format the warning that the container's memory is almost full.
-
-        Args:
-            frames: call stack of the training thread, outermost first.
-            free: remaining bytes.
-        """
+        """Format the warning that only `free` bytes of the container's memory are left; `frames`: outermost first."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
