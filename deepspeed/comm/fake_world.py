@@ -38,7 +38,7 @@ from deepspeed.errors import CommError, UsageError
 from deepspeed.foundation.fake_mode import late, of_device, per_host, simulation
 from deepspeed.native.simulated import simulated_library
 
-_KIND = 7 << 10  # of a tag: what `axis.tag_of` puts there
+_KIND = 7 << 10  # bits of a tag that contain the kind (`axis.tag_of`)
 _EXCHANGE = 0
 
 
@@ -139,7 +139,7 @@ class SimulatedMemory(SharedMemory):
         self.serving.clear()
 
 
-_arrived: set[int] = set()  # addresses of memory that a peer would hold
+_arrived: set[int] = set()  # addresses of memory that a peer would own
 
 
 class UnheardError(CommError):
@@ -338,9 +338,9 @@ def fake_ranks(rank: int, size: int, **world: Any) -> Generator[None]:
             "this process has a process group, and a simulation creates its own world: predict before "
             "deepspeed.init_distributed(), or in another process"
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # takes 0.1 s
 
-    numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are the CPU's and hold nothing
+    numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are on the CPU, without values
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with absent_peers(numbers, **world):

@@ -352,6 +352,10 @@ class CompressionHooks:
 
         Returns:
             On rank 0 the report: bytes and parameters; None on other ranks.
+
+        Raises:
+            CompressionError: `weights` is unknown, or the model cannot be exported; other ranks: CheckpointError.
+            NotAvailableError: packed integers need the package compressed-tensors.
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None

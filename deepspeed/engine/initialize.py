@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: creates an engine from a model and a JSON."""
+"""Creation of an engine from a model and a JSON (`deepspeed.initialize`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine.offload_states`: temporary move of training state off the device."""
+"""Temporary move of training state off the device (`engine.offload_states`)."""
 
 from __future__ import annotations
 

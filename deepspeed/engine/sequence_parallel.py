@@ -53,7 +53,7 @@ class Sequencing:
             adapted.recompute = recompute
         self._names = list(inspect.signature(model.forward).parameters) if self.active else []
         self._batches = self._losses = COMPARED if self.active else 0
-        self._whole = False  # each rank is given the whole batch
+        self._whole = False  # whether each rank receives the whole batch
 
     def close(self) -> None:
         for model in self._models:

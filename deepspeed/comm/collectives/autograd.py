@@ -87,7 +87,7 @@ def gathered(
         all_gather_into_tensor(every, padded, group=axis.group, log_name=label)
     else:
         message("all_gather", every.nbytes, axis.ranks)
-        if not padded.is_floating_point():  # the other ranks would say the same
+        if not padded.is_floating_point():  # absent ranks have equal integers
             every.view(axis.size, *padded.shape).copy_(padded)
     if min(sizes) < longest:
         every = torch.cat([every[index * longest : index * longest + size] for index, size in enumerate(sizes)])
@@ -114,7 +114,7 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
         all_to_all_single(every, packed, group=axis.group, log_name=label)
     else:
         message("all_to_all", every.nbytes, axis.ranks)
-    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # of one entry for each rank it is a view
+    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # flatten may return a view
 
 
 @dataclass

@@ -90,7 +90,7 @@ def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: floa
     if any_order and len(parts) > 1 and count and all(part.is_contiguous() and part.numel() == count for part in parts):
         places = [(part.untyped_storage()._cdata, part.storage_offset()) for part in parts]
         (storage, begin), rows = places[0], range(len(parts))
-        if places == [(storage, begin + row * count) for row in rows]:  # behind each other in one storage
+        if places == [(storage, begin + row * count) for row in rows]:  # adjacent in one storage
             table = first.as_strided((len(parts), count), (count, 1))
     if table is not None and not add and out.dtype == torch.float32:
         torch.sum(table, 0, dtype=torch.float32, out=out)
@@ -110,12 +110,12 @@ def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: floa
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 
-# Tests plant delays here; called with the label before each message, wait and hook.
+# Set by tests to delay this rank; called with the label before each message, wait and hook.
 PLANTED_DELAY: Callable[[str], None] | None = None
 
 Scratch = Callable[[torch.Tensor], torch.Tensor]
 
-# torch's functions by the newest of their names: the older one warns in a newer torch.
+# The newest name of each function of torch: newer versions warn about the older name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -246,7 +246,7 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
-    """Start messages and return their handles; if that fails, raises CommError with the last label of every rank."""
+    """Call `start`, which starts messages, and return its handles; raises CommError with all ranks' last labels."""
     delay(label)
     with CollectiveEvent(label, axis.ranks):
         return start()
@@ -462,7 +462,7 @@ def swap(
 ) -> Handle:
     """Exchange all of `flat` between the two ranks of an axis with tags or shared memory.
 
-    `finish` gets both tensors in rank order; other arguments as in `reduce_to_owners`.
+    `finish` gets both tensors in rank order; other arguments as in `reduce_to_owners`. One rank raises RuntimeError.
     """
     group, peer, shared = axis.group, 1 - axis.rank, axis.shared
     if shared is not None:
@@ -496,7 +496,7 @@ def all_reduce_sum(
     `tags` are the tags for `reduce_to_owners` and `share`; other arguments as in `reduce_to_owners`.
     """
     if axis.shared is not None:
-        # In place: a rank's slice is read by that rank alone until it holds the sum.
+        # In place: a rank's slice is read by that rank alone until it contains the sum.
         def add(parts: list[torch.Tensor]) -> Handle:
             sum_in_rank_order(parts, flat[cuts[axis.rank] : cuts[axis.rank + 1]], 1.0, add=False)
             return share(axis, flat, cuts, tags[1], label).followed_by(then)

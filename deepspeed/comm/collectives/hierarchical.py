@@ -36,7 +36,7 @@ from deepspeed.comm.collectives.collectives import Handle, Scratch, post, sum_in
 from deepspeed.comm.process_groups.axis import Axis
 
 _all_to_all: Any = dist.all_to_all_single
-_together: Any = dist.distributed_c10d._coalescing_manager  # what torch's own batches of messages use
+_together: Any = dist.distributed_c10d._coalescing_manager  # as in torch's batch_isend_irecv
 
 
 def reduce_to_owners(
@@ -70,7 +70,7 @@ def reduce_to_owners(
     sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
     received = scratch(sums)
     with aside(flat.device):
-        table = torch.empty_like(flat)  # by host, and what comes from each rank of this one
+        table = torch.empty_like(flat)  # by host: the slices from each rank of this host
         collectives.wait_all(within, label, post(within, label, exchange_within))
         torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
         alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]

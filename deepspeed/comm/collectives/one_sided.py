@@ -126,7 +126,7 @@ class FetchService:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Request the owners' slices of `full` and receive them in place.
+        """Request the owners' slices of `full`; returns a handle that is complete once they are received in place.
 
         Args:
             channel: channel on which every rank serves its slice.
@@ -309,7 +309,7 @@ def release_abandoned(axes: Iterable[Axis]) -> None:
             continue
         shared, service = axis.shared, _services.get(id(axis))
         if (shared is not None and shared.serving) or (service is not None and service.serves):
-            gc.collect()  # dropped engines are cycles; a rank that collects late keeps all others waiting
+            gc.collect()  # dropped engines are reference cycles; all ranks wait for the last one
         abandoned: list[Any] = [None] * axis.size
         start = partial(dist.all_gather_object, abandoned, list(axis.abandoned), group=axis.group)
         post(axis, "release of dropped engines", lambda start=start: start() or [])

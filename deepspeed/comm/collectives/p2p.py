@@ -24,7 +24,7 @@ from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import CommError, NotAvailableError
 
 _ALIGN = 64
-_NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; bytes of the tensors
+_NOTICE = 16  # bytes: two integers, the length of the header (0: as before) and of the tensors
 
 
 class _TensorRef(NamedTuple):
@@ -138,7 +138,7 @@ class Sender:
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
-        self._idle: list[torch.Tensor] = []  # buffers that nobody reads; never more than were underway at once
+        self._idle: list[torch.Tensor] = []  # buffers that no pending message uses
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
@@ -154,7 +154,7 @@ class Sender:
         self._collect()
         link, start = self.link, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
         whole = self._buffer(start + header.nbytes) if link is None else torch.empty(start, dtype=torch.uint8)
-        buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
+        buffer = whole[: start + header.nbytes]  # between devices: notice and header, without tensors
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(header_bytes), header.nbytes]))
         if header_bytes:
             buffer[_NOTICE : _NOTICE + len(header_bytes)] = torch.frombuffer(bytearray(header_bytes), dtype=torch.uint8)

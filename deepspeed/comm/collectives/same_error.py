@@ -182,8 +182,8 @@ def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -
         raise
 
 
-_CHANNEL = (1 << 17) - 1  # counted channels begin at the other end
-_BYTES = 512  # of a message: a digest, and as much of the words as there is room for
+_CHANNEL = (1 << 17) - 1  # the last one; `Axis.channel` counts from the first
+_BYTES = 512  # of a message: a digest, then as much of the text as fits
 _DIGEST = 8
 
 
@@ -248,7 +248,7 @@ class BatchCheck:
         """
         self.left -= 1
         everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
-        first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
+        first: dict[str, tuple[int, int]] = {}  # by entry: the first rank that has it, and its digest
         for rank, digests in zip(self._axis.ranks, everyone, strict=True):
             for entry, digest_of_entry in digests.items():
                 other, wanted = first.setdefault(entry, (rank, digest_of_entry))
@@ -316,7 +316,7 @@ def _describe_contents(value: Any) -> dict[str, Any] | None:
         return None
     try:
         contents = value.to_dict()
-    except Exception:  # it has none, or one of another kind
+    except Exception:  # no `to_dict`, or one with arguments
         contents = None
     if not isinstance(contents, dict) and dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}

@@ -17,7 +17,7 @@ from deepspeed.comm.process_groups.axis import Axis
 class Scalars:
     """Access to the values of tensors, and exchange of numbers between ranks."""
 
-    device: torch.device | None = None  # where models live instead of on the accelerator
+    device: torch.device | None = None  # device of models, if not the accelerator
 
     def value(self, tensor: torch.Tensor) -> float:
         return float(tensor)

@@ -29,7 +29,7 @@ from deepspeed.native import KINDS
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
-# What all ranks of a group call in one order, and of these those whose tensors may differ from rank to rank.
+# Operations that all ranks of a group call in the same order, and those of them whose tensors may differ in size.
 _ORDERED = {
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier",
@@ -67,7 +67,7 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)
-    place = _MESSAGE.get(operation, 0)  # of the message among the arguments
+    place = _MESSAGE.get(operation, 0)  # position of the message in the arguments
     name = names[place] if names else ""
     group_place = names.index("group") if "group" in names else len(names)
 
@@ -110,7 +110,7 @@ def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 _SUM = dist.ReduceOp.SUM
-# torch's functions by the newest of their names: the older one warns in a newer torch.
+# The newest name of each function of torch: newer versions warn about the older name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its axis

@@ -70,7 +70,7 @@ class Axis:
     tagged: bool
     shared: SharedMemory | None = field(default=None, repr=False)
     hosts: Hosts | None = field(default=None, repr=False)
-    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
+    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels of dropped engines, still served
     _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
     _public: itertools.count = field(default_factory=itertools.count, repr=False)
     _reductions: Axis | None = field(default=None, repr=False)
@@ -286,7 +286,7 @@ class AxisRegistry:
         return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
     def separate_reductions(self, axes: Iterable[Axis], everyone: Axis) -> None:
-        """Create separate communicators for reductions, which would delay gathers on the same communicator.
+        """Create separate communicators for reductions over `axes`, which would delay gathers on the same communicator.
 
         Axes with tags need none. Axes differ between ranks (for example between pipeline stages), and all ranks must
         create groups in the same order. So all ranks of `everyone` must call this; they exchange their needs first.
@@ -322,7 +322,7 @@ class AxisRegistry:
 
     @staticmethod
     def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the communicators of a reducing axis: the whole axis as (0, ranks), each host as (1, ranks)."""
+        """Return the communicators of a reducing axis: the axis as (0, ranks), each row of `by_host` as (1, row)."""
         return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
 
     @staticmethod

@@ -40,7 +40,7 @@ _JOB_NAMES = (
 )  # fmt: skip
 
 
-_stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there
+_stores: dict[str, Store] = {}  # by rendezvous URL, as long as a group uses them
 
 
 released_in(Phase.STORES)(_stores.clear)
@@ -84,7 +84,7 @@ class _Rendezvous:
         if init_method is not None:
             host, _, number = init_method.removeprefix("tcp://").partition("?")[0].rpartition(":")
             host, port = host.strip("[]"), int(number)
-        # torch's own way puts torchrun's restart count into the keys; it differs between hosts
+        # torch's rendezvous would put torchrun's restart count into the keys, which differs between hosts
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = world.rank == 0 and not agent
         return dist.TCPStore(
@@ -102,7 +102,7 @@ class _Rendezvous:
         own = dist.PrefixStore(f"deepspeed.meet/{self._job}", store)
         nonce = secrets.token_hex(8)
         if rank == 0:
-            store.set("deepspeed.meet.owner", self._job)  # whose store this is
+            store.set("deepspeed.meet.owner", self._job)  # the job that uses this store
         own.set(f"hello/{rank}", nonce)
         end = time.monotonic() + limit
         pause, end_pause = _POLL_S

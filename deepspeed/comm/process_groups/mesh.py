@@ -26,7 +26,7 @@ DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 DATA = ("dp_replicate", "dp_shard")  # ranks along these see different samples
 REPLICATED = (*DATA, "sp")  # ranks along these have the same model slice
 SHARD = ("dp_shard", "sp")  # ranks along these share one copy of the state
-EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep", "tp")  # of the parameters of experts, in place of `DIMS`
+EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep", "tp")  # dims for parameters of experts
 MODEL = ("pp", "tp")  # ranks along these have different slices of the model
 
 Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, origin for messages (such as a configuration key)

@@ -156,12 +156,12 @@ def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """Do `mpi_discovery` in Azure ML, with AZ_BATCH_MASTER_NODE as the master; errors as there."""
+    """Do `mpi_discovery` in Azure ML, with AZ_BATCH_MASTER_NODE as the master; arguments and errors as there."""
     _export((launch_env.from_open_mpi,), master_port, verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """Do `mpi_discovery` in SageMaker, with the first of SM_HOSTS as the master; errors as there."""
+    """Do `mpi_discovery` in SageMaker, with the first of SM_HOSTS as the master; arguments and errors as there."""
     _export((launch_env.from_sagemaker,), launch_env.DEFAULT_PORT, verbose)
 
 

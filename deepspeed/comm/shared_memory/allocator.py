@@ -16,7 +16,7 @@ import torch
 
 _PAGE = 4096
 _REGION = 1 << 26  # bytes of a region at least: few regions, so few mappings in the peers
-_GIVE_BACK = 1 << 20  # freed blocks of so many bytes return their pages to the system
+_GIVE_BACK = 1 << 20  # freed blocks of at least this size return their pages to the system
 
 
 def shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -50,7 +50,7 @@ def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, nbytes)
-    with contextlib.suppress(OSError, AttributeError):  # only faster
+    with contextlib.suppress(OSError, AttributeError):  # an optimization
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
@@ -64,7 +64,7 @@ class _Region:
         self.descriptor, self.memory = shared_memory(nbytes)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
-        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
+        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never adjacent
         self._returned: deque[tuple[int, int]] = deque()  # freed blocks that `collect` has not merged yet
 
     def take(self, nbytes: int) -> int | None:
@@ -103,7 +103,7 @@ class SharedAllocator:
     """Thread-safe allocator of tensors in shared memory; memory is reused once its last tensor is freed."""
 
     def __init__(self) -> None:
-        self.regions: list[_Region] = []  # only ever longer
+        self.regions: list[_Region] = []  # append-only
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._busy = False

@@ -38,7 +38,7 @@ from deepspeed.native import KINDS, library
 
 _TOKEN = 16  # random bytes at the end of a segment that identify it: containers can use the same process ids
 _SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
-_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer, longer turns
+_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer context switches
 _SPIN_NS = 400_000  # a waiting rank polls the memory for this time before it sleeps; waking up takes about 60 us
 _MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
 _POST, _ACK, _SERVE = range(1, 4)
@@ -49,7 +49,7 @@ Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, b
 
 
 class SharedMemory:
-    """This process's view of the shared memory of a group; `shared_memory_of` creates it."""
+    """This process's view of a group's shared memory; use `shared_memory_of`. RuntimeError without native library."""
 
     def __init__(
         self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
@@ -64,7 +64,7 @@ class SharedMemory:
         self._lock, self._pushing, self._draining = threading.RLock(), threading.Lock(), threading.Lock()
         self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
         self._trouble: BaseException | None = None
-        self._deadline = 0.0  # of the running collective, once it has to wait
+        self._deadline = 0.0  # deadline of the running collective, once it waits
         this = weakref.ref(self)
         # Kept: native code calls it.
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: SharedMemory._call_back(this()))
@@ -226,7 +226,7 @@ class SharedMemory:
     # -- slices that peers may read at any time -------------------------------------------------------------------
 
     def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
-        """Return whether peers can read `tensor` in place at any time."""
+        """Return whether `serve` can be called: the tensor is in shared memory, and the channel number small enough."""
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
@@ -416,7 +416,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
     votes: list[Any] = [None] * size
     dist.all_gather_object(votes, mapped is not None, group=group)
     if descriptor >= 0:
-        os.close(descriptor)  # everybody who can has mapped it
+        os.close(descriptor)  # every rank that can has mapped it
     if mapped is None or not all(votes):
         machines = len({offer.boot for offer in offers})
         why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"

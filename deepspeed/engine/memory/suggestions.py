@@ -57,7 +57,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of the JSON that determine how much training state is in near memory."""
+    """Settings of the JSON that determine how much training state is in the memory that ran out."""
 
     stage: int  # ZeRO stage
     optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
@@ -184,7 +184,7 @@ class Holding:
         )
 
     def needs(self, setting: Setting) -> float:
-        """Return the peak bytes of near memory that the training state needs under a setting, without activations."""
+        """Return the peak bytes of the training state in the memory that ran out, under a setting; no activations."""
         policy = policy_for(setting.stage)
         groups = self._groups(policy)
         total = self._rest(setting, policy) + self._of_backward(setting, policy, max(groups, default=0))
@@ -271,7 +271,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def near_places(device: torch.device) -> frozenset[str]:
-    """Return the places of state that count as near memory; see [Note: what counts as near]."""
+    """Return the places of state that use the memory that ran out; see [Note: what counts as near]."""
     return frozenset((DEVICE, HOST) if device.type == "cpu" else (DEVICE,))
 
 
@@ -292,12 +292,12 @@ def _folder(config: DeepSpeedConfig) -> str:
 def advise_on_state(
     config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, category: str = "state"
 ) -> Advice:
-    """Return the smallest change of the JSON with which a model's state fits into near memory.
+    """Return the smallest change of the JSON with which a model's state fits into the memory that ran out.
 
     Args:
         config: the current configuration.
         holding: sizes of the model.
-        room: bytes of near memory for the training state.
+        room: bytes of this memory for the training state.
         stages: allow a higher ZeRO stage (False for pipelines).
         category: category of the failed allocation, for the text.
 
