@@ -35,8 +35,7 @@ def initialize(
     Args:
         args: a namespace with `deepspeed_config`, the path of the JSON, in place of `config`.
         model: a torch module, or a `PipelineModule`; required.
-        optimizer: a torch optimizer over the model's parameters, or a callable that creates one from parameters; None:
-            the JSON's `optimizer`, if any.
+        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, if any.
         model_parameters: parameters or parameter groups to train; None: all that require a gradient.
         training_data: a dataset for the distributed loader; None: no loader.
         lr_scheduler: a scheduler, or a callable that creates one from the optimizer; None: the JSON's, if any.
@@ -53,8 +52,7 @@ def initialize(
 
     Raises:
         ArgumentError: an argument is missing, or arguments contradict each other.
-        DeepSpeedConfigError: the configuration is missing, given twice or invalid.
-        MeshError: the sizes of the mesh do not fit the number of ranks.
+        DeepSpeedConfigError: the configuration is missing, given twice or invalid; a MeshError for sizes of the mesh.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")

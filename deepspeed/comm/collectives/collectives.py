@@ -398,18 +398,18 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
 def all_to_all_rows(
     axis: Axis, parts: Sequence[tuple[str, torch.Tensor]], table: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Send each rank some of the rows of every tensor, in one exchange. All ranks call in one order.
+    """Send each rank some of the rows of every tensor, in one exchange. All ranks must call this in the same order.
 
     Args:
-        parts: labels and tensors (S, …): the rows for rank 0, then those for rank 1, and so on.
-        table: table[r][p] is the number of rows that rank r sends to rank p, of each tensor.
+        parts: (label, tensor of shape (S, …)): the rows for rank 0, then those for rank 1, and so on.
+        table: table[r][p] is the number of rows of each tensor that rank r sends to rank p.
 
     Returns:
-        Tensors (R, …): the rows from all ranks, in rank order.
+        Tensors of shape (R, …): the rows from all ranks, in rank order.
     """
     started = [_start_rows(axis, rows.contiguous(), table, label) for label, rows in parts]
     pending = [handle for _, handle in started]
-    while pending:  # messages of all tensors travel at once
+    while pending:  # messages of all tensors are pending together
         pending = [following for handle in pending if (following := handle.advance()) is not None]
     return [received for received, _ in started]
 
@@ -417,7 +417,7 @@ def all_to_all_rows(
 def _start_rows(
     axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str
 ) -> tuple[torch.Tensor, Handle]:
-    """Start an exchange of rows; returns the tensor that receives, and its handle."""
+    """Start the exchange of one tensor's rows; returns the tensor for the received rows, and a handle."""
     me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
     cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
     arrive = [row[me] for row in table]
