@@ -157,7 +157,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def compression_scheduler(self) -> Compression | None:
-        """Return the compression, whose `training_steps` counts its applied steps; None without compression."""
+        """Return the compression controller; its `training_steps` counts applied steps. None without compression."""
         return self._state.compression
 
 

@@ -195,7 +195,7 @@ class Trial:
         self._done = 0  # updates of this process; `global_steps` also counts those before a loaded checkpoint
 
     def after_update(self, samples: int, times: dict[str, float]) -> None:
-        """Count an update; after the last one, write the file and raise SystemExit(0) on all ranks.
+        """Count an update; after the last one, write `autotuning.metric_path` and raise SystemExit(0) on all ranks.
 
         Args:
             samples: samples of the update over all ranks.

@@ -223,7 +223,7 @@ class FetchService:
             self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
-        """Stop the thread and close the sockets. All ranks must have finished their pulls."""
+        """Stop the thread and close the sockets, after all ranks have finished their pulls."""
         self._wake_out.send(b"x")
         self._thread.join(timeout=5)
         for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:

@@ -108,7 +108,7 @@ class MemoryReport:
         self.left_by_forward = self._live()
 
     def _live(self) -> int:
-        """Return the bytes of activations; with a limit on addresses, the mapped bytes, resident or not."""
+        """Return the bytes of activations; if the address space is limited, the mapped bytes, resident or not."""
         if self._state.device.type == "cpu" and limits_addresses():
             return max(0, psutil.Process().memory_info().vms - self._mapped - sum(self._known().values()))
         return self.by_category()[ACTIVATIONS]
@@ -126,7 +126,7 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """Format the warning that only `free` bytes of the container's memory are left; `frames`: outermost first."""
+        """Format the warning that `free` bytes of the container are left; `frames`: call stack, outermost first."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
