@@ -1,4 +1,4 @@
-"""Process groups, labelled collectives and the watchdog. Only this package uses torch.distributed."""
+"""Process groups, collectives and their watchdog; the only package that calls functions of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_bench`: measures this machine's collectives by size; writes a table, a file for the comms logger and a plot.
+"""Benchmark of collectives by message size, `ds_bench`; writes tables, a file for the comms logger and a plot.
 
 Without a launcher, the command starts one rank on each device of the machine (two ranks on a CPU).
 """
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command; returns the exit code of the launcher or 0."""
+    """Run the command line in `sys.argv`; returns its exit code: 0, or that of the launcher that it started."""
     arguments = parser().parse_args()
     if "RANK" not in os.environ:
         ranks = arguments.ranks or (2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count())
@@ -92,9 +92,16 @@ def main() -> int:
 
 
 def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Measure one collective; returns a row per size with bytes, seconds (slowest rank), algbw and busbw in 10⁹ B/s.
+    """Measure one of `OPERATIONS` at each message size. All ranks must call this.
 
-    All ranks must call this.
+    Args:
+        arguments: command-line arguments, parsed by `parser`.
+
+    Returns:
+        A row per size: bytes, seconds (slowest rank), algbw and busbw in 10⁹ bytes per second.
+
+    Raises:
+        ArgumentError: dtype or maximum size are invalid, or with `--debug` a result is wrong.
     """
     rows = []
     dtype = getattr(torch, arguments.dtype, None)
@@ -122,13 +129,13 @@ def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, flo
 def make_call(
     operation: str, nbytes: int, dtype: torch.dtype, whose: str, asynchronous: bool
 ) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """Create a function that calls a collective, and a function that checks its result.
+    """Create a function that calls a collective, and a function that raises ArgumentError if its result is wrong.
 
     Args:
         operation: one of `OPERATIONS`.
         nbytes: size of the whole message on a rank: the output of all-gather, the input of reduce-scatter.
         dtype: dtype of the elements.
-        whose: "deepspeed" or "torch".
+        whose: library whose collectives are called: "deepspeed" or "torch".
         asynchronous: make the call return a handle.
     """
     library: Any = comm if whose == "deepspeed" else torch.distributed
@@ -156,7 +163,7 @@ def make_call(
     call, result = calls[operation]
 
     def check() -> None:
-        """Raise unless all result elements are equal, and not 0 (0 is valid for all-reduce)."""
+        """Raise ArgumentError unless all elements are equal and not 0 (repeated integer all-reduces overflow to 0)."""
         low, high = float(result.min()), float(result.max())
         if low != high or (low == 0 and operation != "all_reduce"):
             raise ArgumentError(f"{operation} of {nbytes} bytes gave {low} to {high}: it is broken here")
@@ -165,7 +172,7 @@ def make_call(
 
 
 def _times(call: Callable[[], Any], warmups: int, trials: int, asynchronous: bool) -> list[float]:
-    """Return the seconds of each call; for asynchronous calls, one mean over calls that overlap."""
+    """Return the duration of each call in seconds; for asynchronous calls, which overlap, only their mean."""
     accelerator = get_accelerator()
     times: list[float] = []
     for _ in range(warmups):
@@ -206,7 +213,11 @@ def table(operation: str, rows: list[dict[str, float]], arguments: argparse.Name
 
 
 def draw(curve: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Plot bandwidth over message size into a file.
+    """Plot bus bandwidth in Gbit/s over message size.
+
+    Args:
+        curve: the rows of `measure` by operation.
+        path: image file to write.
 
     Raises:
         NotAvailableError: matplotlib is not installed.

@@ -1,12 +1,12 @@
-"""A simulated world: this process is one rank, and the other ranks do not exist.
+"""Simulated world: this process is one rank, and the other ranks do not exist.
 
-This module replaces every function that acts on other ranks (`Replaceable` of `foundation/fake_mode.py`). Every absent
-rank has the same values as this one. Messages take no time and allocate the same memory as real ones: where real ranks
-use shared memory, `SimulatedMemory` allocates the same buffers, and messages from peers have the same shapes.
+Every function that communicates with other ranks is replaced (`Replaceable` of `foundation/fake_mode.py`). Absent ranks
+are assumed to have the same values as this one. Messages take no time and allocate the same memory as real ones: where
+real ranks use shared memory, `SimulatedMemory` allocates the same buffers, and messages of peers have the same shapes.
 
-The input of a pipeline stage is known after the previous stage was run: the header and the integers, since models
-branch on masks. The gradients that a stage receives have the shapes of its outputs. The memory of a message belongs to
-the sender until the receiver has freed it.
+The stages of a pipeline are simulated in order. A stage's input has the shapes that the previous stage sent, and its
+integer values, since models branch on masks. The gradients that a stage receives have the shapes of its outputs. The
+memory of a message is counted for the sender until the receiver has freed it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from deepspeed.errors import CommError, UsageError
 from deepspeed.foundation.fake_mode import late, of_device, per_host, simulation
 from deepspeed.native.simulated import simulated_library
 
-_KIND = 7 << 10  # of a tag: what `axis.tag_of` puts there
+_KIND = 7 << 10  # bits of a tag that contain the kind (`axis.tag_of`)
 _EXCHANGE = 0
 
 
 class _There(Until):
-    """A handle that is complete at once; with late ranks, only after a wait."""
+    """Handle of a simulated message: complete at once, or with late ranks after a wait."""
 
     def __init__(self) -> None:
         self._late = late()
@@ -91,13 +91,13 @@ class SimulatedMemory(SharedMemory):
         return _There()
 
     def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a peer's message: this rank's own tensor, or one element if slices differ in size."""
+        """Return a substitute for a peer's message: this rank's own posted tensor, or a tensor of one zero."""
         if tag & _KIND == _EXCHANGE << 10 and tag in self._posted:
             return self._posted[tag]
         return self._one.to(dtype)
 
     def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
-        """Do nothing."""
+        """Do nothing: no peer waits for it."""
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
         self._posted.pop(tag, None)
@@ -105,7 +105,7 @@ class SimulatedMemory(SharedMemory):
         return _There()
 
     def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
-        """Return whether peers could read the tensor in place. The limit on channels is not simulated."""
+        """Return whether peers could read the tensor in place; the maximum number of channels is not simulated."""
         return tensor.numel() == 0 or self._readable(tensor)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
@@ -139,11 +139,11 @@ class SimulatedMemory(SharedMemory):
         self.serving.clear()
 
 
-_arrived: set[int] = set()  # addresses of memory that a peer would hold
+_arrived: set[int] = set()  # addresses of memory that a peer would own
 
 
 class UnheardError(CommError):
-    """The message to a pipeline stage is unknown, since the sending stage was not simulated yet."""
+    """Error for the input of a pipeline stage if its sender, global rank `rank`, was not simulated before."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} has not been run without values yet: what it sends is not known")
@@ -152,10 +152,11 @@ class UnheardError(CommError):
 
 @dataclass(frozen=True)
 class FakeMessage:
-    """Known contents of a message.
+    """Contents of a simulated message.
 
     Args:
-        integers: values of the tensors that are not floating-point; None for floating-point tensors.
+        header: structure, shapes and dtypes.
+        integers: by tensor, the values as an array; None for floating-point and complex tensors.
     """
 
     header: Header
@@ -167,7 +168,7 @@ class FakeMessage:
         return cls(header, arrays)
 
     def gradients(self) -> FakeMessage:
-        """Return the reply: a gradient for each differentiable tensor."""
+        """Return the message that the receiver sends back in backward: one gradient per differentiable tensor."""
         leaves = [leaf for leaf in self.header.leaves if leaf.differentiable]
         header, tensors = Header.take_apart(
             [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
@@ -195,7 +196,7 @@ class FakeMessage:
 
 
 class _ReadReceipt(Until):
-    """A handle that tells whether a message was read."""
+    """Handle that is complete once its message is marked as read."""
 
     def __init__(self) -> None:
         self.over = False
@@ -234,13 +235,13 @@ class SimulatedSender(Sender):
 
 
 class FakeFetchService(one_sided.FetchService):
-    """Fetch service of an axis with absent ranks, which pull whenever this rank does."""
+    """Fetch service of an axis with absent ranks, which request this rank's slice whenever this rank pulls."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
 
     def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Load this rank's slice as for a peer, and return a handle that is already complete."""
+        """Load this rank's slice, as for a request of a peer, and return a handle that is already complete."""
         slice_ = self._served[channel].slice
         if not isinstance(slice_, torch.Tensor):
             with slice_():
@@ -305,6 +306,7 @@ def absent_peers(
     """Simulate the other ranks of this process's group inside the context.
 
     Args:
+        numbers: source of the numbers that code reads from tensors without values.
         late: complete messages only when they are waited for, instead of at once.
         device, per_host, stage_outputs: as in `planner.memory.simulate`.
     """
@@ -323,10 +325,10 @@ def absent_peers(
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, size: int, **world: Any) -> Generator[None]:
-    """Simulate a world inside the context, in which this process is the only rank that exists.
+    """Simulate a world of `size` ranks inside the context; this process is `rank`, and the other ranks are absent.
 
     Args:
-        world: arguments of `absent_peers`.
+        world: keyword arguments of `absent_peers`.
 
     Raises:
         UsageError: this process has a process group.
@@ -336,9 +338,9 @@ def fake_ranks(rank: int, size: int, **world: Any) -> Generator[None]:
             "this process has a process group, and a simulation creates its own world: predict before "
             "deepspeed.init_distributed(), or in another process"
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # takes 0.1 s
 
-    numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are the CPU's and hold nothing
+    numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are on the CPU, without values
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with absent_peers(numbers, **world):

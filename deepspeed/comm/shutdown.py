@@ -17,7 +17,7 @@ Release = TypeVar("Release", bound=Callable[[], None])
 
 
 class Phase(IntEnum):
-    """Phases of the release of resources that belong to process groups, in order."""
+    """Phases of a shutdown, in order: each releases one kind of resource of the process groups."""
 
     PEERS = 0
     CONNECTIONS = 1
@@ -32,11 +32,11 @@ _releases: dict[Phase, Callable[[], None]] = {}
 
 
 class _Notice:
-    """Object in place of a group in a table that torch empties when the last group ends."""
+    """Placeholder for a group in a table that torch clears with the last group; its finalizer calls `wind_up`."""
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Decorate a function so that it is called in a phase of each shutdown; one function per phase."""
+    """Create a decorator that registers a function to be called in a phase of each shutdown; one per phase."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release
@@ -46,13 +46,13 @@ def released_in(phase: Phase) -> Callable[[Release], Release]:
 
 
 def wind_up() -> None:
-    """End threads, connections and shared memory, and forget the groups; a second call does nothing."""
+    """Release the resources of the process groups in the order of `Phase`; a second call does nothing."""
     for phase in sorted(_releases):
         _releases[phase]()
 
 
 def wind_up_with_the_groups() -> None:
-    """Arrange that `wind_up` is called when the last process group of torch ends."""
+    """Arrange that `wind_up` is called when the last process group of torch is destroyed."""
     table: dict[object, list[object]] = dist.distributed_c10d._world.pg_coalesce_state  # type: ignore[assignment]
     if not any(isinstance(entry, _Notice) for entry in table):
         notice = _Notice()

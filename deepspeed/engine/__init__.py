@@ -1,1 +1,1 @@
-"""The engine, and the functions that build it from its components."""
+"""The engine, its components and the functions that build them."""

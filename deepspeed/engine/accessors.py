@@ -1,4 +1,4 @@
-"""Read-only accessors of an engine, as mixins: sizes, rates, bytes and configuration values."""
+"""Read-only accessors of an engine, as mixins: ranks, batch sizes, learning rates, bytes and configuration values."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class MeshAccessors:
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Return the number of ranks that hold the same model slice."""
+        """Return the number of ranks with the same model slice: data-parallel times sequence-parallel ranks."""
         return self._state.axes.dp_sp_group.size
 
     @property
     def mp_world_size(self) -> int:
-        """Return the number of ranks that together hold one copy of the model."""
+        """Return the number of ranks that together have one copy of the model: pipeline times tensor-parallel ranks."""
         return self._state.axes.mesh.size(*MODEL)
 
     @property
@@ -62,7 +62,7 @@ class MeshAccessors:
 
     @property
     def data_parallel_group(self) -> Any:
-        """Return the process group of the data-parallel ranks."""
+        """Return the process group of the data-parallel ranks; None if there is only one."""
         return self._state.axes.data.group
 
     def get_data_parallel_rank(self) -> int:
@@ -70,11 +70,11 @@ class MeshAccessors:
         return self._state.axes.data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's position among the ranks that together hold one copy of the model."""
+        """Return this rank's position among the ranks that together have one copy of the model."""
         return self._state.axes.mesh.axis(*MODEL).rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """Return this rank's position among the ranks that split the same matrices."""
+        """Return this rank's position among the tensor-parallel ranks, which have slices of the same matrices."""
         return self._state.axes.mesh.axis("tp").rank
 
     def get_sequence_parallel_group(self) -> Any:
@@ -89,7 +89,7 @@ class StateAccessors:
 
     @property
     def config(self) -> Any:
-        """Return the user's configuration dict."""
+        """Return the configuration dict as the user passed it."""
         return self._state.ds_config.raw
 
     def train_batch_size(self) -> int:
@@ -105,7 +105,7 @@ class StateAccessors:
         return self._state.window.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps)."""
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._state.window.steps
 
     @property
@@ -115,30 +115,30 @@ class StateAccessors:
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
-        """Return the name of every parameter."""
+        """Return the name of every parameter of the module, by parameter."""
         return {param: name for name, param in self._state.module.named_parameters()}
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each optimizer group."""
+        """Return the learning rate of each optimizer group; [] without an optimizer."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return the momentum or betas of each optimizer group."""
+        """Return the betas, else the momentum, of each optimizer group; [] without an optimizer."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [g.get("betas", g.get("momentum")) for g in optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
-        """Return the `type` entry of each optimizer group, if the user has set one."""
+        """Return the `type` entry of each optimizer group, None for groups without one; [] without an optimizer."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [group.get("type") for group in optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last update, before clipping; None before the first update."""
+        """Return the L2 norm of all gradients of the last update, before clipping; None before the first update."""
         return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
-        """Return the factor by which fp16 losses are multiplied."""
+        """Return the factor by which losses are multiplied under fp16; 1 otherwise."""
         return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -151,7 +151,7 @@ class StateAccessors:
         return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
-        """Return the dtype of `torch_autocast`."""
+        """Return the dtype that `torch_autocast` of the JSON selects, also if autocast is disabled."""
         return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
     def state_bytes(self) -> dict[str, int]:
@@ -159,7 +159,12 @@ class StateAccessors:
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
-        """Return statistics of stage 3: gathered elements (now, peak), number of gathers, number of late gathers."""
+        """Return statistics of stage 3, all 0 at other stages.
+
+        Returns:
+            "live" and "peak" (gathered elements now and at most), "gathers" (their number), "late" (gathers that were
+            not prefetched although the order of modules was known) and "groups" (number of sharded groups).
+        """
         lifecycle = self._state.components.lifecycle
         if lifecycle is None:
             return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
@@ -227,7 +232,7 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters from the table `GETTERS`, and getters that combine several values."""
+    """Getters of configuration values: one for each entry of `GETTERS`, and some that combine several values."""
 
     ds_config: DeepSpeedConfig
 
@@ -236,7 +241,7 @@ class ConfigAccessors:
         return self.ds_config.zero.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """Return whether optimizer state is offloaded to the host."""
+        """Return whether optimizer state is offloaded to host memory."""
         return self.ds_config.zero.offload_optimizer.device == "cpu"
 
     def zero_overlap_comm(self) -> bool:
@@ -244,11 +249,11 @@ class ConfigAccessors:
         return self.ds_config.zero.overlap_comm is not False
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded."""
+        """Return whether gradients are sharded (ZeRO stages 2 and 3)."""
         return self.ds_config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded."""
+        """Return whether parameters are sharded (ZeRO stage 3)."""
         return self.ds_config.zero.stage >= 3
 
     def dynamic_loss_scale(self) -> bool:
@@ -256,11 +261,11 @@ class ConfigAccessors:
         return self.ds_config.fp16.enabled and self.ds_config.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        """Return the initial dynamic loss scale."""
+        """Return the initial loss scale of dynamic scaling, 2 ** `fp16.initial_scale_power`."""
         return 2.0**self.ds_config.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Return the arguments of `DynamicLossScaler`."""
+        """Return the settings of dynamic loss scaling, as arguments of `DynamicLossScaler`."""
         fp16 = self.ds_config.fp16
         return {
             "init_scale": 2.0**fp16.initial_scale_power,

@@ -62,7 +62,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 @dataclass
 class Components:
-    """The components that an engine calls."""
+    """Components of an engine for its training state: parameter groups, gradient reducer, optimizer and hooks."""
 
     groups: list[ShardGroup]
     axes: ParallelGroups
@@ -73,15 +73,15 @@ class Components:
     lifecycle: ModuleHooks | None = None
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
-    ep_sizes: list[int] = field(default_factory=list)  # ranks among which experts are divided
-    destroyed: bool = False  # the engine has let everything go
-    room: int = 0  # bytes that were free for all of it when it was built
-    model_bytes: int = 0  # of the model as it was passed
+    ep_sizes: list[int] = field(default_factory=list)  # expert-parallel sizes of the model's layers
+    destroyed: bool = False  # the engine was destroyed and has freed its state
+    room: int = 0  # bytes of memory that were free before `build`, those of the model included
+    model_bytes: int = 0  # bytes of the model's parameters before `build`
 
     def wind_up(self) -> ShardedParameterError | None:
-        """Wait for all pending gathers; returns the first error about a lost parameter change, or None."""
+        """Wait for all pending gathers; returns the first error about a lost edit of a parameter, or None."""
         first = None
-        for _ in self.groups:  # each complains once
+        for _ in self.groups:  # each group raises at most once
             try:
                 if self.lifecycle is not None:
                     self.lifecycle.settle()
@@ -94,7 +94,7 @@ class Components:
         return first
 
     def without_optimizer(self, call: str) -> UsageError:
-        """Create the error for a call that needs an optimizer."""
+        """Create the error for a method `call` that needs an optimizer, on an engine without one or a destroyed one."""
         if self.destroyed:
             return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
         return UsageError(
@@ -103,7 +103,7 @@ class Components:
         )
 
     def add_lifecycle(self, model: nn.Module, config: DeepSpeedConfig) -> None:
-        """Add hooks that gather sharded parameters before a module runs."""
+        """Add the hooks of stage 3 that gather sharded parameters before a module runs; all ranks must call this."""
         sharded = [group for group in self.groups if group.policy.gathers_before_use]
         if not sharded:
             return
@@ -128,7 +128,13 @@ class Components:
         config: DeepSpeedConfig,
         held: ZeroOptimizer | None,
     ) -> None:
-        """Create the gradient buckets and the ZeRO optimizer; `held` is the optimizer of a previous layout to reuse."""
+        """Create the gradient reducer and the ZeRO optimizer.
+
+        Args:
+            optimizer: the inner optimizer.
+            traits: how the inner optimizer's update can be split.
+            held: ZeRO optimizer of the previous layout, which is used again; None: create one.
+        """
         fp16, zero, axes, lifecycle = config.fp16.enabled, config.zero, self.axes, self.lifecycle
         low = self.dtype != torch.float32
         ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
@@ -138,7 +144,7 @@ class Components:
             accumulator=accumulator_dtype(config),
             comm_dtype=DTYPES[config.communication_data_type] if config.communication_data_type else None,
             overlap=overlap,
-            # A bucket travels while the next one is collected: with one alone, backward would wait for every message.
+            # One bucket is reduced while the next one is filled: with one alone, backward would wait for each message.
             in_flight=zero.reduce_bucket_size * (2 if overlap else 1),
             prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
             in_rank_order=config.deterministic_reduction,
@@ -168,7 +174,7 @@ class Components:
 
 
 def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    """Return the dtype of parameters during computation."""
+    """Return the dtype of parameters in forward and backward: fp16 or bf16 if the JSON enables it, else fp32."""
     if config.fp16.enabled:
         if get_accelerator().device_name() == "cpu":
             log_once("fp16 on CPU works but is slow (about 45 times slower than bf16 on this class of machine)")
@@ -177,7 +183,13 @@ def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 
 def listed(model_parameters: Any) -> list[Any] | None:
-    """Convert generators of parameters, also inside groups, to lists; None stays None."""
+    """Convert parameters or groups that the user passed to a list, and check them; None stays None.
+
+    Generators inside of groups are replaced in place.
+
+    Raises:
+        ArgumentError: an entry is neither a parameter nor a group of parameters.
+    """
     if model_parameters is None or isinstance(model_parameters, torch.Tensor):
         return None if model_parameters is None else [model_parameters]
     if isinstance(model_parameters, (str, bytes, dict)) or not isinstance(model_parameters, Iterable):
@@ -212,7 +224,7 @@ def listed(model_parameters: Any) -> list[Any] | None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Convert a group's parameters to a list, and check that they are parameters."""
+    """Convert a group's parameters in place to a list; raises ArgumentError if they are not parameters."""
     params = group.get("params")
     if isinstance(params, torch.Tensor):
         return
@@ -235,7 +247,16 @@ def _flat(entries: Iterable[Any]) -> list[Parameter]:
 def choose_optimizer(
     model: nn.Module, client: Any, parameters: list[Any] | None, config: DeepSpeedConfig
 ) -> torch.optim.Optimizer | None:
-    """Return the engine's optimizer: the client's, the JSON's, AdamW if there are trainable parameters, or None."""
+    """Return the inner optimizer: the client's, the JSON's, AdamW if trainable parameters were passed, or None.
+
+    Args:
+        client: optimizer, or a callable that creates one from parameters; None: no client's optimizer.
+        parameters: parameters or groups that the user passed; None: all of the model that require a gradient.
+
+    Raises:
+        OptimizerError: `client` is not an optimizer or is not supported, or there is no parameter to train.
+        ArgumentError: the callable does not take one argument.
+    """
     params: list[Any] = parameters or [p for p in model.parameters() if p.requires_grad]
     if client is not None and config.optimizer is not None and config.optimizer.type:
         kind = type(client).__name__ if isinstance(client, torch.optim.Optimizer) else "optimizer of the callable"
@@ -283,7 +304,11 @@ def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
 def _updated(
     optimizer: torch.optim.Optimizer, names: dict[Parameter, str], written: dict[Parameter, None]
 ) -> set[Parameter]:
-    """Remove parameters that the model itself writes from the optimizer; returns the checked remaining ones."""
+    """Remove parameters that the model itself writes from the optimizer, and return the set of the remaining ones.
+
+    Raises:
+        OptimizerError: a parameter appears twice, is complex or does not belong to the model.
+    """
     for group in optimizer.param_groups if written else ():
         group["params"] = [param for param in group["params"] if param not in written]
     updated = set()
@@ -321,9 +346,17 @@ def build(
     device: torch.device,
     held: ZeroOptimizer | None = None,
 ) -> Components:
-    """Cast, move, group and hook a model.
+    """Cast a model in place, move it to the device, shard it, and create the components. All ranks must call this.
 
-    `held` is the user's optimizer object of an engine that gets a new layout.
+    Args:
+        optimizer: the inner optimizer, or None.
+        held: ZeRO optimizer of an engine whose layout changes, which is used again; None for a new engine.
+
+    Raises:
+        ArgumentError: a parameter has no values or no shape, or shares memory within itself.
+        OptimizerError: the optimizer does not belong to the model, or cannot be sharded.
+        UsageError: the model was created in inference mode.
+        MemoryExhaustedError: memory is not sufficient; the message suggests keys of the JSON.
     """
     low = compute_dtype(config)
     _check_parameters(model, low)
@@ -361,15 +394,12 @@ def build(
 
 
 def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
-    """Broadcast rank 0's values, and experts from the first rank that has them; returns the ep sizes.
-
-    All ranks must call this.
-    """
+    """Broadcast rank 0's values, and experts from the first rank that has them; returns ep sizes. Collective."""
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_ep.setdefault(placement_of(tensor).ep, []).append(tensor)
     sizes_by_rank = all_gather_objects(axes.everyone, set(by_ep) - {1}) if axes.everyone.size > 1 else []
-    ep_sizes = sorted(set().union(*sizes_by_rank))  # of all stages of a pipeline
+    ep_sizes = sorted(set().union(*sizes_by_rank))  # sizes on all stages of a pipeline
     for ep in (1, *ep_sizes):
         same = axes.dp_sp_group if ep == 1 else axes.mesh.axis("dp_replicate", "edp", ep=ep)
         own = [t for t in by_ep.get(ep, ()) if not is_managed(t) and t.device.type != "meta"]
@@ -379,7 +409,7 @@ def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[
 
 def _window(config: DeepSpeedConfig, axes: ParallelGroups) -> AccumulationWindow:
     ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
-    # Ranks of a sequence have the same loss, of all its tokens, and each differentiates it once.
+    # Sequence-parallel ranks each differentiate the same loss, which is over all tokens of the sequence.
     ranks *= axes.mesh.size("sp")
     steps, micro = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
     return AccumulationWindow(steps, micro, ranks, refuses_bare=BARE if axes.mesh.size("sp") > 1 else "")
@@ -456,7 +486,7 @@ def _groups(
         build_group(around, own, members, names, plan, dtypes, tiers)
         for around, own, members, dtypes, tiers, _ in planned
     ]
-    if were_sharded and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
+    if were_sharded and groups[0].device.type != "cpu":  # resharding has left free blocks in the allocator's cache
         get_accelerator().empty_cache()
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
@@ -467,9 +497,14 @@ def _groups(
 def traits_of(
     optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups, experts_apart: bool
 ) -> UpdateTraits:
-    """Determine how the optimizer's update can be split, and log the consequences.
+    """Determine how the optimizer's update can be split over ranks, and log the consequences. All ranks must call this.
 
-    `experts_apart`: experts are divided among ranks.
+    Args:
+        experts_apart: experts are divided among ranks.
+
+    Raises:
+        OptimizerError: the update needs all parameters at once or keeps references to them, which the mesh or the
+            JSON do not allow.
     """
     traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
     if optimizer is None or traits.known:
@@ -502,7 +537,7 @@ def traits_of(
 
 
 def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) -> None:
-    """Raise for an optimizer that updates parameters in its attributes, if the engine replaces these parameters."""
+    """Raise OptimizerError if the engine replaces parameters that the optimizer updates through its own attribute."""
     replacing = {
         "ZeRO stage 3": config.zero.stage == 3,
         "fp16 or bf16": config.fp16.enabled or config.bf16.enabled,
@@ -545,7 +580,15 @@ def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
 
 
 def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the engine's schedule: the client's, the JSON's, or None."""
+    """Return the learning-rate scheduler: the client's, the JSON's, or None.
+
+    Args:
+        client: scheduler, or a callable that creates one from the optimizer, or None.
+
+    Raises:
+        ArgumentError: there is a scheduler but no optimizer, or the callable does not take one argument.
+        SchedulerError: the scheduler has no `step`, or belongs to another optimizer.
+    """
     section = config.scheduler
     name = section.type if section is not None else None
     if client is None and not name:
@@ -561,7 +604,7 @@ def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.
         raise SchedulerError(f"lr_scheduler is (or its callable returned) a {type(client).__name__}: no step()")
     scheduled: Any = getattr(client, "optimizer", None)
     while not isinstance(scheduled, torch.optim.Optimizer) and hasattr(scheduled, "optimizer"):
-        scheduled = scheduled.optimizer  # a client's wrapper
+        scheduled = scheduled.optimizer  # unwrap a client's wrapper
     if isinstance(scheduled, torch.optim.Optimizer) and scheduled is not optimizer:
         raise SchedulerError(
             f"lr_scheduler ({type(client).__name__}) schedules a {type(scheduled).__name__} that this engine does not "
@@ -571,10 +614,10 @@ def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.
 
 
 def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
-    """Call a client's factory with one argument; if it takes another number, the error contains `what`."""
+    """Call a client's factory with one argument; raises ArgumentError with `what` if it takes another number."""
     try:
         signature = inspect.signature(callable_)
-    except ValueError:  # built in: it has none to look at
+    except ValueError:  # a builtin without a signature
         return callable_(argument)
     try:
         signature.bind(argument)

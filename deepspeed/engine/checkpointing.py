@@ -1,4 +1,4 @@
-"""Saving and loading of an engine's checkpoints, with the small state of the run."""
+"""Saving and loading of an engine's checkpoints, with the state of the run (counters, data position, random states)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
 class RunState:
-    """Small state of a run: counters, schedule, data position, random generators and accumulation window."""
+    """State of a run besides its tensors: counters, schedule, data position, random generators, accumulation window."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
     def capture(self) -> dict[str, Any]:
-        """Return the state that all ranks share."""
+        """Return the part of the state that is equal on all ranks, by name."""
         state = self._state
         optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
         run_state: dict[str, Any] = {
@@ -72,7 +72,7 @@ class RunState:
         return run_state
 
     def capture_private(self) -> dict[str, Any]:
-        """Return this rank's private state: all random generators and its part of the accumulation window."""
+        """Return this rank's own part of the state: "random", the generators, and "window", its accumulation window."""
         accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
         random_state: dict[str, Any] = {
             "python": random.getstate(),
@@ -88,7 +88,7 @@ class RunState:
         return private_state
 
     def restore_random(self, saved: dict[str, Any]) -> None:
-        """Restore the random generators; named states that are not in the checkpoint do not change."""
+        """Restore the random generators from the "random" entry of `capture_private`; missing ones do not change."""
         random.setstate(saved["python"])
         np.random.set_state(saved["numpy"])
         torch.set_rng_state(saved["torch"])
@@ -97,7 +97,7 @@ class RunState:
             get_accelerator().set_rng_state(saved["device"])
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
-        """Restore counters and data position; counters of the window are restored with its gradients."""
+        """Restore counters and data position from the result of `capture`, without the accumulation window."""
         for name, value in saved.get("counters", {}).items():
             setattr(self._state, name, value)
         loader = self._state.training_dataloader
@@ -105,7 +105,7 @@ class RunState:
             loader.load_state_dict(saved["data"])
 
     def restore_optimizer(self, saved: dict[str, Any]) -> None:
-        """Restore the loss scaler and optimizer state without a parameter; logs if the optimizer class differs."""
+        """Restore the loss scaler and optimizer state that belongs to no parameter; logs if the class differs."""
         optimizer = self._state.components.optimizer
         if optimizer is None:
             return
@@ -129,7 +129,10 @@ class RunState:
             ) from error
 
     def window_fits(self, saved: dict[str, Any]) -> bool:
-        """Return whether the saved window is a whole number of this run's micro-batches, with an equal batch size."""
+        """Return whether a saved accumulation window can be continued.
+
+        It can if the batch size is equal, and its samples are a whole number of this run's micro-batches.
+        """
         then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
         if then is None:
             return False
@@ -138,19 +141,24 @@ class RunState:
         return batch == size * self._state.window.steps and samples % size == 0
 
     def restore_window(self, saved: dict[str, Any], window: dict[str, Any] | None) -> None:
-        """Continue in the middle of a window after its gradients were loaded; `window` is this rank's part, if any."""
+        """Continue in the middle of a saved accumulation window, after its gradients were loaded.
+
+        Args:
+            saved: result of `capture`.
+            window: "window" entry of this rank's `capture_private`; None if there is none.
+        """
         then, now = saved["batch"], self._state.window
         seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * self._state.axes.data.size)
         ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
         if window is not None and "ways" in window:
             ways, items = window["ways"], window["items"]
-        elif window is not None:  # earlier checkpoints say (items, whether they count, backward passes)
+        elif window is not None:  # earlier checkpoints contain (items, whether they count, backward passes)
             items, counts, backwards = window["counts"]
             ways = int(Way.ITEMS) if counts else ways or int(Way.MEAN if backwards else Way.NONE)
         now.resume(seen, ways, items)
 
     def restart_window(self, saved: dict[str, Any]) -> None:
-        """Restart a window: drop its gradients and read its samples again."""
+        """Restart a saved accumulation window: its gradients are not loaded, and its samples are read again."""
         seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
         if isinstance(loader, DeepSpeedDataLoader):
             loader.rewind(seen * then["micro"] * then["ranks"])
@@ -173,7 +181,7 @@ class LoadOptions:
 
 
 class CheckpointIO:
-    """Checkpoints of an engine. `guard` is a context that adds a report to out-of-memory errors."""
+    """Saving and loading of checkpoints; `guard` creates a context that adds a report to out-of-memory errors."""
 
     def __init__(
         self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -187,6 +195,9 @@ class CheckpointIO:
 
         Args:
             objects: objects with `state_dict()` and `load_state_dict(state)`, always registered in the same order.
+
+        Raises:
+            CheckpointError: an object lacks one of these methods.
         """
         for stateful in objects:
             if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
@@ -207,22 +218,22 @@ class CheckpointIO:
     ) -> bool:
         """Save a checkpoint to `<save_dir>/<tag>/`. All ranks must call this.
 
-        An existing checkpoint of that tag is kept until the new one is complete. With `checkpoint.async_save` this
-        returns once the state is copied; the next save, load or `destroy` raises errors of the save.
+        An existing checkpoint of that tag is replaced only once the new one is complete. With `checkpoint.async_save`
+        the call returns once the state is copied; errors of the save are raised by the next save, load or `destroy`.
 
         Args:
             save_dir: parent folder of the checkpoints; created if missing.
             tag: name of this checkpoint; None: `global_step<N>`.
             client_state: values that `load_checkpoint` returns; rank 0's are saved.
             save_latest: make this checkpoint the default for loading without a tag.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            exclude_frozen_parameters: omit parameters that do not require a gradient.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: a value cannot be saved, the disk is too full, or writing failed; the
-                existing checkpoints are unchanged.
+            CheckpointError: a value cannot be saved, the disk is full, or writing failed; existing checkpoints are
+                unchanged.
         """
         with recorder.span(SAVE, "save"):
             return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -264,7 +275,7 @@ class CheckpointIO:
         return True
 
     def _finish(self, saving: Saving, ranks: Ranks, started: float) -> None:
-        """Finish a save after all tensors are written."""
+        """Commit a save whose tensors are written, and remove old checkpoints."""
         settings, target = self._state.ds_config.top.checkpoint, saving.target
         saving.commit(self._upstream_files(saving, ranks) if settings.format == "deepspeed" else None)
         if settings.keep_last is not None:
@@ -278,7 +289,7 @@ class CheckpointIO:
             )
 
     def _upstream_files(self, saving: Saving, ranks: Ranks) -> Callable[[Path, Manifest], dict[str, Seal]]:
-        """Return the function that writes upstream's files next to the native ones."""
+        """Create the function that writes a checkpoint in the original DeepSpeed's format next to the native one."""
         run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
         counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
         shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self._state.ds_config.raw, **plain(client)}
@@ -292,11 +303,11 @@ class CheckpointIO:
         return write
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a pending save, and raise its error if it failed."""
+        """Wait for a pending asynchronous save; raises CheckpointError if the save failed."""
         self._background.wait()
 
     def _check_format(self, ranks: Ranks) -> None:
-        """Raise if the ranks have different model slices: upstream's files support only data-parallel ranks."""
+        """Raise CheckpointError if the original format is requested, but ranks have different model slices."""
         if self._state.ds_config.top.checkpoint.format == "deepspeed":
             sliced = ranks.gather(self._state.view().cut)
             if any(sliced) or self._state.sliced:
@@ -328,7 +339,7 @@ class CheckpointIO:
             "mesh": self._state.model_dims,
             "aliases": view.aliases,
             "has_gradients": any(ranks.gather(view.has_gradients)) if self._state.sliced else view.has_gradients,
-            # So that an export can be opened by Hugging Face's library.
+            # For exports that Transformers can open.
             "model_config": config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None,
         }
         settings = self._state.ds_config.top.checkpoint
@@ -338,7 +349,7 @@ class CheckpointIO:
         return Contents(captured, state, about, small_files, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
-        """Store buffers that differ from the first rank's, such as running statistics, as this rank's private state."""
+        """Save buffers that differ from the first rank's, such as running statistics, as this rank's own state."""
         if not view.buffers and not self._state.sliced:
             return
         fingerprints = {}
@@ -372,14 +383,17 @@ class CheckpointIO:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint that was saved with any stage, precision and number of ranks.
+        """Load a checkpoint that was saved with any stage, precision and number of ranks. All ranks must call this.
+
+        A checkpoint that does not match the model raises before any change. Damaged data is detected only while tensors
+        are replaced: afterwards the engine raises `UsageError` until a load succeeds.
 
         Args:
             load_dir: parent folder of the checkpoints.
             tag: name of the checkpoint; None: the tag in `latest`, or the newest complete checkpoint.
             load_module_strict: require the same parameters and buffers in model and checkpoint.
             load_optimizer_states: also load optimizer, loss scale and gradients of an accumulation window.
-            load_lr_scheduler_states: also load the schedule.
+            load_lr_scheduler_states: also load the state of the learning-rate scheduler.
             load_module_only: load only weights and client state; counters do not change.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
 
@@ -391,9 +405,6 @@ class CheckpointIO:
             CheckpointMissingError: the tag, or one of its files, does not exist.
             CheckpointCorruptError: the checkpoint is damaged.
             CheckpointError: the checkpoint does not match the model.
-
-        A checkpoint that does not match raises before any change. Corrupt data is only
-        detected while tensors are replaced: the engine then raises `UsageError` until a load succeeds.
         """
         self.wait_for_checkpoint()
         for hook in self._state.hooks.checkpointed:
@@ -456,7 +467,7 @@ class CheckpointIO:
                 load.check_optimizer(view, source, rows, settings)
             if options.run:
                 self._check_objects(saved.get("objects", []))
-        # A load makes and drops copies of all that there is: they are not to leave holes in the heap.
+        # A load creates and frees copies of the whole state: they must not fragment the heap.
         with self._weights.replacing(optimizer is not None), self._guard(), own_pages():
             self._state.forget_window()
             if options.custom is None:
@@ -492,7 +503,7 @@ class CheckpointIO:
                 modules[name].set_extra_state(state)
 
     def _opened(self, source_or_path: Source | Path, ranks: Ranks) -> Source:
-        """Return the source of a load. Units that had been removed from the saved model are removed from this one."""
+        """Open the source of a load; units that were removed from the saved model are removed from this one."""
         if not isinstance(source_or_path, Source):
             with ranks.together("opening the checkpoint"):
                 return open_foreign(source_or_path, self._state.view().optimizer_names())
@@ -533,7 +544,7 @@ class CheckpointIO:
             )
 
     def _load_custom(self, source: Source, view: StateView, load: Callable[..., Any]) -> None:
-        """Pass the whole state dict and the gathered module to a client's function; rank 0's module is broadcast."""
+        """Call a client's function with the whole state dict and the gathered module, and broadcast rank 0's module."""
         rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
         state = {row.name: source.whole(row.name) for row in rows}
         state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}

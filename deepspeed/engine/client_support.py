@@ -1,4 +1,4 @@
-"""Support for client libraries: shared models, divided losses, and BatchNorm statistics."""
+"""Support for client libraries: models with a previous engine, divided losses, and BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOSE = "_ds_close"
 
 
 def close_previous_engine(model: nn.Module) -> None:
-    """Close the previous engine of `model`: Lightning's Trainer needs this to validate after fitting."""
+    """Close the previous engine of `model`, if any; Lightning's Trainer creates a new one to validate after fitting."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
         log_rank0(f"{type(model).__name__} gets a new engine: the one it had is closed")
@@ -29,7 +29,7 @@ def close_previous_engine(model: nn.Module) -> None:
 
 
 def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
-    """Register a function that closes the engine of `model`; None: the engine is closed."""
+    """Register the function that closes the engine of `model`; None: remove it, since the engine is closed."""
     if close is None:
         vars(model).pop(_CLOSE, None)
     else:
@@ -37,7 +37,7 @@ def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
 
 
 def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
-    """Update the `dtype` attribute of Lightning modules after a cast of the parameters to `dtypes`."""
+    """Update the `dtype` attribute of Lightning modules after a cast; `dtypes`: new dtype of each cast parameter."""
     for module in model.modules():
         if is_instance_of(module, "_DeviceDtypeModuleMixin"):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
@@ -46,7 +46,7 @@ def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> No
 
 
 def loss_is_divided(model: nn.Module) -> bool:
-    """Return whether losses are already divided by the accumulation steps, as Lightning's Trainer does."""
+    """Return whether losses of `model` are already divided by the accumulation steps, as by Lightning's Trainer."""
     return (
         is_instance_of(model, "LightningModule")
         and getattr(model, "_trainer", None) is not None
@@ -55,7 +55,7 @@ def loss_is_divided(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise unless `loss` can start a backward pass."""
+    """Raise ArgumentError unless `loss` is a scalar tensor with an autograd graph."""
     if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
             f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
@@ -71,9 +71,12 @@ def check_loss(loss: Any) -> None:
 
 
 class RunningStatistics:
-    """Running statistics of rank 0 on every rank, as of the last update.
+    """Copies of rank 0's running statistics (BatchNorm) for evaluation, and this rank's own for training.
 
-    The statistics are sent with the update, so that `eval()` sends nothing and one rank can evaluate alone.
+    The copies are updated by `publish` after each update, so that `eval()` does not communicate.
+
+    Args:
+        axis: ranks with the same model slice.
 
     Attributes:
         buffers: buffers of the model that are running statistics; empty with one data-parallel rank.
@@ -89,18 +92,18 @@ class RunningStatistics:
         ]
         if axis.size > 1:
             self.buffers += [statistic for child in modules_of(module) for statistic in running_statistics(child)]
-        self._first = [buffer.detach().clone() for buffer in self.buffers]  # rank 0's
-        self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
+        self._first = [buffer.detach().clone() for buffer in self.buffers]  # rank 0's statistics
+        self._own: list[torch.Tensor] | None = None  # this rank's statistics, during evaluation
 
     def publish(self) -> None:
-        """Broadcast rank 0's statistics. All ranks must call this."""
+        """Broadcast rank 0's current statistics. All ranks must call this."""
         source = self._own or self.buffers
         for initial, now in zip(self._first, source, strict=True):
             initial.copy_(now)
         broadcast_tensors(self._axis, self._first, "running statistics of rank 0")
 
     def switch(self, training: bool) -> None:
-        """Switch to this rank's own statistics (training) or rank 0's (evaluation)."""
+        """Set the model's buffers to this rank's own statistics (`training`) or to rank 0's."""
         if not self.buffers or training == (self._own is None):
             return
         if training:

@@ -1,7 +1,7 @@
-"""`compression_training` in an engine: the actions after each applied step.
+"""Compression of an engine's model (`compression_training`): the actions after each applied step.
 
-No rank ever has more than one whole parameter: a parameter's master and moments are gathered and shrunk, and every rank
-keeps an equal part of the result until the new groups exist.
+When units are removed, no rank has more than one whole parameter at a time: a parameter's master and moments are
+gathered and shrunk, and every rank stores an equal part of the result until the new groups exist.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ _VALUE = "value"
 
 @dataclass
 class _Facts:
-    """Common knowledge of all ranks about a parameter's optimizer state."""
+    """Metadata of a parameter's optimizer state, equal on all ranks."""
 
-    group: int = -1  # number of its optimizer group; -1: in none
-    # dtypes of state tensors that are cut as the parameter is
+    group: int = -1  # number of its optimizer group; -1: none
+    # dtypes of state tensors with the parameter's shape, by key
     sliced: dict[str, torch.dtype] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # other state values
 
 
 class StructuredPruning:
-    """One structured pruning of one engine. All ranks must call this."""
+    """Structured removal of units (heads, channels, layers) from a running engine; all ranks create and run it.
+
+    Args:
+        removal: units to remove.
+        agree: synchronizes all ranks, before slices that other ranks may still request are withdrawn.
+    """
 
     def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
         self.state, self.removal, self._agree = state, removal, agree
@@ -62,12 +67,12 @@ class StructuredPruning:
         self._aside: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         self._facts: dict[str, _Facts] = {}
         self._order: list[str] = []
-        self._stay: set[int] = set()  # parameters that the model has afterwards
-        self._before: dict[int, list[str]] = {}  # names of all parameters
+        self._stay: set[int] = set()  # ids of the parameters that the model still has afterwards
+        self._before: dict[int, list[str]] = {}  # names of all parameters before the removal, by id
         self._members = {id(member.param): member.name for member in self._view.members.values()}
 
     def run(self) -> None:
-        """Save the remaining state, create the new layout, and restore the state."""
+        """Set the remaining state aside, build shard groups of the new shapes, and restore the state."""
         state, components = self.state, self._components
         self._view.settle()
         if components.lifecycle is not None:
@@ -98,7 +103,7 @@ class StructuredPruning:
                 self._bring_back(group)
         state.view().all_gather_masters()
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- collection of the state --------------------------------------------------------------------------------------
 
     def _gather_facts(self) -> None:
         view, local_facts = self._view, {}
@@ -110,7 +115,7 @@ class StructuredPruning:
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
                         facts.sliced[key] = value.dtype
                     elif not isinstance(value, torch.Tensor) or not value.dim():
-                        facts.rest[key] = value  # what has a shape of its own starts again
+                        facts.rest[key] = value  # state tensors of other shapes are not preserved
         for rank_facts in Ranks(self.state.axes.shard).gather(local_facts):
             for name, facts in rank_facts.items():
                 self._facts.setdefault(name, facts)
@@ -144,7 +149,7 @@ class StructuredPruning:
         low, high = n * axis.rank // axis.size, n * (axis.rank + 1) // axis.size
         self._aside[member.name, key] = (flat[low:high].clone(), n)
 
-    # -- the old groups go, new ones come -----------------------------------------------------------------------------
+    # -- removal of the old groups ------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         components = self._components
@@ -176,13 +181,13 @@ class StructuredPruning:
             group["params"] = [param for param in group_params if id(param) in self._stay]
 
     def _cut(self, group: ShardGroup) -> None:
-        """Give a group's parameters their new shapes; parameters that are gathered before use are sharded again."""
+        """Cut a group's parameters to their new shapes, and shard them again if they are gathered before use."""
         shard = group.policy.gathers_before_use
         group.wait_all_gather()
         group.dissolve()
         params = [member.param for member in group.members if id(member.param) in self._stay]
         for member in group.members:
-            left = id(member.param) not in self._stay  # whoever still holds such a parameter holds no memory by it
+            left = id(member.param) not in self._stay  # empty, so that remaining references need no memory
             values = member.param.data.flatten()[:0] if left else self.removal.select(member.name, member.param.data)
             reshape(member.param, values.clone())
         if shard and params:
@@ -193,7 +198,7 @@ class StructuredPruning:
     def _cut_plain(self) -> None:
         for name, param in self.state.module.named_parameters():
             if name in self.removal.cuts and not is_managed(param) and name not in self._view.members:
-                gradient, param.grad = param.grad, None  # no step clears it: nothing here updates the parameter
+                gradient, param.grad = param.grad, None  # preserved: no optimizer step clears it
                 reshape(param, self.removal.select(name, param.data).clone())
                 param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
         self.removal.cut_buffers(self.state.module)
@@ -207,7 +212,7 @@ class StructuredPruning:
         """Return the name of a member before layers were removed."""
         return self._members[id(member.param)]
 
-    # -- back again ---------------------------------------------------------------------------------------------------
+    # -- restoration of the state -------------------------------------------------------------------------------------
 
     def _bring_back(self, group: ShardGroup) -> None:
         view = self._new = self._new or self.state.view()
@@ -237,7 +242,13 @@ class StructuredPruning:
 
 
 class CompressionHooks:
-    """Compression of one engine. `make` creates another engine from a model and a configuration."""
+    """Compression of one engine: its start, the actions after each step, export, and replay from checkpoints.
+
+    Args:
+        feeding: synchronizes the ranks.
+        on_new_layout: called after units were removed.
+        make: creates another engine from a model and a configuration, for the teacher.
+    """
 
     def __init__(
         self,
@@ -253,7 +264,12 @@ class CompressionHooks:
         state.hooks.opened.append(self.replay)
 
     def start(self) -> None:
-        """Start compression if the JSON or the old API calls enable it. All ranks must call this."""
+        """Start compression if the JSON or `init_compression` enables it. All ranks must call this.
+
+        Raises:
+            ArgumentError: the JSON and `init_compression` differ.
+            NotAvailableError: ranks have slices of the model.
+        """
         top = self._state.ds_config.top
         section, called = top.compression_training, left_on(self._state.module, CALLED)
         if called is None and TEACHER in vars(self._state.module):
@@ -299,7 +315,7 @@ class CompressionHooks:
         """Set the teacher for `compression_training.distillation`.
 
         Args:
-            teacher: module or engine; called with the student's arguments without labels, in eval mode, no gradients.
+            teacher: module or engine; called with the student's arguments except labels, in eval mode without autograd.
 
         Raises:
             UsageError: distillation is not enabled.
@@ -309,7 +325,7 @@ class CompressionHooks:
         self._state.compression.distiller.set_teacher(teacher)
 
     def _make_teacher(self) -> None:
-        """Create a teacher from the unpruned model, sharded over all ranks."""
+        """Create the teacher from a copy of the model, sharded over all ranks, if the JSON says "before"."""
         distiller = None if self._state.compression is None else self._state.compression.distiller
         if distiller is None or distiller.section.teacher != "before":
             return
@@ -327,15 +343,19 @@ class CompressionHooks:
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None
     ) -> dict[str, Any] | None:
-        """Write a folder with the compressed model, which plain Transformers loads. All ranks must call this.
+        """Write the compressed model to a folder that Transformers can load. All ranks must call this.
 
         Args:
             folder: created if missing.
-            weights: `float`, `int8`, `int4` or `w8a8`; default: the value in `compression_training.export`.
-            group_size: inputs that share an int4 scale; default: the value in `compression_training.export`.
+            weights: `float`, `int8`, `int4` or `w8a8`; None: the value in `compression_training.export`.
+            group_size: inputs that share an int4 scale; None: the value in `compression_training.export`.
 
         Returns:
             On rank 0 the report: bytes and parameters; None on other ranks.
+
+        Raises:
+            CompressionError: `weights` is unknown, or the model cannot be exported; other ranks: CheckpointError.
+            NotAvailableError: packed integers need the package compressed-tensors.
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None
@@ -370,7 +390,10 @@ class CompressionHooks:
         log_rank0(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
 
     def replay(self, saved: dict[str, Any]) -> None:
-        """Remove the units that were already removed in a saved model."""
+        """Remove the units that a checkpoint's model no longer has; raises CheckpointError if others were removed.
+
+        saved: compression state of the checkpoint.
+        """
         wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals
         if len(done) > len(wanted):

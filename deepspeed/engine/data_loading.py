@@ -17,11 +17,11 @@ _END = object()
 
 
 class _Share(IterableDataset):  # type: ignore[type-arg]
-    """Every `world`-th sample of a stream. An incomplete last round is dropped, so all ranks get the same number."""
+    """Every `world`-th sample of an iterable dataset; the remainder is dropped, so that all ranks get equally many."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, world: int) -> None:
         self.stream, self.rank, self.world = stream, rank, world
-        self.start = 0  # samples of the stream that an earlier run has seen
+        self.start = 0  # samples of the stream to skip, which an earlier run has read
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: a stream has only one order."""
@@ -41,7 +41,7 @@ class _FromHere(Sampler[int]):
 
     def __init__(self, whole: DistributedSampler[Any]) -> None:
         self.whole = whole
-        self.start = 0  # samples of the epoch that all ranks together have seen
+        self.start = 0  # samples of the epoch to skip, which all ranks together have read
 
     def set_epoch(self, epoch: int) -> None:
         self.whole.set_epoch(epoch)
@@ -73,7 +73,7 @@ class _Skipping(Sampler[Any]):
 
     def __init__(self, sampler: Sampler[Any], ranks: int) -> None:
         self.sampler, self.ranks = sampler, ranks
-        self.start = 0  # samples that all ranks together have seen
+        self.start = 0  # samples to skip, which all ranks together have read
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the sampler if it has `set_epoch`."""
@@ -120,14 +120,15 @@ class DeepSpeedDataLoader:
                 (`dataloader_drop_last`) and so on.
 
         Raises:
-            DataError: the object is no dataset, is empty, or yields no batch.
+            DataError: the object is not a dataset, is empty, or too small for one batch; or `sampler` or collate_fn is
+                unsuitable.
         """
         if isinstance(dataset, DataLoader):
             raise DataError("training_data is a DataLoader; pass its dataset, or loop over the DataLoader yourself")
         self.batch_size, self.world, self._part = batch_size, world, part
-        self.epoch = 0  # of the next pass
-        self._running, self._taken = 0, 0  # epoch of the pass under way, batches it has given
-        self._resume_at, self._loads = 0, 0  # where the next pass begins, states that were loaded
+        self.epoch = 0  # epoch of the next pass
+        self._running, self._taken = 0, 0  # epoch of the current pass, number of its batches so far
+        self._resume_at, self._loads = 0, 0  # position at which the next pass begins, number of loaded states
         collate = loader.get("collate_fn")
         if collate is not None and not callable(collate):
             raise DataError(f"collate_fn is a {type(collate).__name__}; pass a function that makes a batch of samples")
@@ -170,7 +171,7 @@ class DeepSpeedDataLoader:
         return self.loader.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; later passes count from there."""
+        """Set the epoch of the next pass, which determines the order of samples; each later pass adds one."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -191,7 +192,7 @@ class DeepSpeedDataLoader:
         self._running, self._taken = self.epoch, 0
         self.epoch += 1
         self._position.start, self._resume_at = self._resume_at, 0
-        # torch draws a seed for the workers when a pass begins; the pass that is continued has done so already.
+        # torch draws a seed for the workers when a pass begins; a continued pass has drawn it before.
         drawn = torch.get_rng_state()
         batches = iter(self.loader)
         if self._position.start:
@@ -207,13 +208,13 @@ class DeepSpeedDataLoader:
         self._running = self.epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the current epoch and the number of its samples that all ranks together have read."""
+        """Return "epoch", the current epoch, and "seen", how many of its samples all ranks together have read."""
         begun = self._resume_at or self._position.start
         epoch = self.epoch if self._resume_at or not (self._taken or begun) else self._running
         return {"epoch": epoch, "seen": begun + self._taken * self.batch_size * self.world}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved position, with any number of ranks and any batch size."""
+        """Continue at the position of a `state_dict`, which may be of another number of ranks or batch size."""
         self.epoch, self._position.start = state["epoch"], state["seen"]
         if not isinstance(self.dataset, IterableDataset) and not len(self.loader):  # that epoch is over
             self.epoch, self._position.start = self.epoch + 1, 0
@@ -221,7 +222,7 @@ class DeepSpeedDataLoader:
         self._loads += 1
 
     def rewind(self, samples: int) -> None:
-        """Yield the last `samples` samples again, counted over all ranks."""
+        """Move the position back by `samples` samples, counted over all ranks, so that they are read again."""
         state = self.state_dict()
         epoch, seen = state["epoch"], state["seen"] - samples
         if seen < 0 and epoch and not isinstance(self.dataset, IterableDataset):
@@ -238,11 +239,7 @@ class RepeatingLoader:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """Start the first pass.
-
-        Args:
-            loader: an iterable that can be iterated repeatedly.
-        """
+        """Start the first pass over `loader`, an iterable that can be iterated repeatedly."""
         self.loader = loader
         self.data_iter = iter(loader)
 
@@ -250,11 +247,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            DataError: the restarted loader yields nothing.
-        """
+        """Return the next batch; raises DataError if the restarted loader yields nothing."""
         for batch in self.data_iter:
             return batch
         self.data_iter = iter(self.loader)
@@ -267,7 +260,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the elements of the first integer tensor with two or more dims, such as token ids; 0 if there is none."""
+    """Return the size of the first tensor of token ids (integer, two or more dims, also in dicts); 0 if none."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

@@ -3,8 +3,8 @@
 The docstring of each method is at its implementation; `help(engine.save_checkpoint)` shows it.
 
 A window consists of the micro-batches between two updates. forward → backward (gradients are copied into buckets,
-`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees
-over ranks, clips, updates, and all-gathers the parameters.
+`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) computes
+the norm over all ranks, clips, updates, and all-gathers the parameters.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenat
 
 
 def shared(name: str) -> Any:
-    """Create a property for a field of `EngineState`; users may set it."""
+    """Create a property that reads and sets the field `name` of `EngineState`."""
 
     def put(self: Any, value: Any) -> None:
         setattr(self._state, name, value)
@@ -97,7 +97,7 @@ def shared(name: str) -> Any:
 
 
 class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors):
-    """Methods and properties of an engine that its components implement."""
+    """Methods and properties of an engine that are implemented by its components."""
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
     lr_scheduler, training_dataloader = shared("lr_scheduler"), shared("training_dataloader")
@@ -137,7 +137,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def monitor(self) -> MonitorMaster:
-        """Return the monitor: `engine.monitor.write_events([(name, value, step), …])`."""
+        """Return the monitor, for own events: `engine.monitor.write_events([(name, value, step), …])`."""
         return self._instruments.monitor
 
     @property
@@ -152,28 +152,28 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def timeline(self) -> Timeline | None:
-        """Return the recorded timeline of the `timeline` block on rank 0; None until it is complete and elsewhere."""
+        """Return the timeline that the `timeline` block records; None until it is complete, and on all ranks but 0."""
         return self._instruments.tracing.timeline
 
     @property
     def compression_scheduler(self) -> Compression | None:
-        """Return the counter of applied compression steps (`training_steps`); None without compression."""
+        """Return the compression controller; its `training_steps` counts applied steps. None without compression."""
         return self._state.compression
 
 
 class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
-    """Trains a model with the ZeRO stage, precision and schedule of the JSON.
+    """Engine that trains a model with the ZeRO stage, precision and schedule of the JSON; errors as in `initialize`.
 
     Args:
         model: the module, which is cast and sharded in place.
         config: dict, path or base64 of the JSON.
-        optimizer: a torch optimizer, a callable that builds one from parameters, or None.
-        model_parameters: parameters or groups to train.
-        lr_scheduler: a scheduler, a callable that builds one from an optimizer, or None.
-        training_data: dataset for `training_dataloader`.
+        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, if any.
+        model_parameters: parameters or parameter groups to train; None: all that require a gradient.
+        lr_scheduler: a scheduler, or a callable that creates one from an optimizer; None: the JSON's, if any.
+        training_data: dataset for `training_dataloader`; None: no loader.
         collate_fn: collate function of that loader.
-        mpu: a client's model-parallel unit, or a `Mesh`.
-        mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
+        mpu: the client's model-parallel unit, or a `Mesh`.
+        mesh_param: sizes of mesh dims by name, or (data-parallel ranks, sequence-parallel ranks).
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
@@ -230,14 +230,14 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing.start()
         self._reports.say_plan()
         self._preemption.listen()
-        if self._shards_parameters:  # a slice can be pulled only when its owner serves it
+        if self._shards_parameters:  # no rank may request a shard before its owner serves it
             self._feeding.agree(0, "all ranks have their engine")
         self._sequencing.prove(self._autocast)
 
-    # -- making ---------------------------------------------------------------------------------------------------
+    # -- construction ---------------------------------------------------------------------------------------------
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
-        """Reduce a whole model to this rank's part; returns the remaining `parameters`."""
+        """Reduce a whole model in place to this rank's part; returns those of `parameters` that remain."""
         slice_model(model, config, mesh, mpu, optimizer)
         divide_experts_of(model, config, mesh, optimizer, parameters)
         pack_weights(model, config, mesh, optimizer, parameters)
@@ -262,7 +262,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._applied = False
 
     def _on_new_layout(self) -> None:
-        """Update the engine after a new layout of its components."""
+        """Update references to components after structured pruning has replaced the components."""
         self._share_statistics()
         self.optimizer = self._components.optimizer or self._components.lifecycle
 
@@ -272,14 +272,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._state.hooks.stepped = [*stepped, *self._balance.stepped()]
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Switch to training, or with False to evaluation (BatchNorm then uses rank 0's running statistics)."""
+        """Switch to training mode, or with False to evaluation, where BatchNorm uses rank 0's running statistics."""
         self._statistics.switch(training=mode)
         return super().train(mode)
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module with the same arguments and return its outputs."""
+        """Run the module with these arguments and return its outputs.
+
+        In training, raises DataError if tensor-parallel ranks received different batches.
+        """
         if self.training:
             self._reports.look_at_batch(inputs, kwargs)
             if self._same_batches.left:
@@ -296,11 +299,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         if optimizer is None or reducer is None:
             return
         reducer.replaced.settle()
-        reducer.clean = False  # on all ranks alike, whatever branch each takes
+        reducer.clean = False  # equally on all ranks, even if they take different branches
         self._add_unfrozen_parameters()
 
     def _add_unfrozen_parameters(self) -> None:
-        """Add parameters that are no longer frozen to the update."""
+        """Let the optimizer also update parameters that were frozen before and now require a gradient."""
         optimizer, frozen = self._components.optimizer, self._components.frozen
         for member in [m for m in frozen if m.param.requires_grad]:
             if optimizer is not None:
@@ -315,21 +318,22 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         *,
         num_items: float | None = None,
     ) -> torch.Tensor:
-        """Run `loss` backward.
+        """Run the backward pass of a micro-batch.
 
         Args:
             loss: differentiable scalar: the mean over the micro-batch, or with `num_items` the sum over its items.
             retain_graph: keep the graph for another backward pass.
-            scale_wrt_gas: False: sum over the window's micro-batches instead of the mean.
-            num_items: number of items (tokens, samples) in the sum `loss`; the gradient is that of the
-                total loss divided by the global count of the window.
+            scale_wrt_gas: False: sum over the micro-batches of an update instead of the mean.
+            num_items: number of items (tokens, samples) of which `loss` is the sum; the gradient is that of the total
+                loss of an update, over all ranks, divided by its total number of items. None: `loss` is a mean.
 
         Returns:
             The loss divided by the accumulation steps (undivided with `num_items` or `scale_wrt_gas=False`).
 
         Raises:
-            ArgumentError: the loss is no differentiable scalar tensor.
-            UsageError: the engine has no optimizer, or a window mixes calls with and without `num_items`.
+            ArgumentError: the loss is not a differentiable scalar tensor.
+            UsageError: the engine has no optimizer, the micro-batches of an update mix calls with and without
+                `num_items`, or sequence-parallel ranks have different losses.
         """
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
@@ -351,16 +355,19 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss multiplied by the loss scale, for a manual `.backward()` under fp16."""
+        """Return the loss times the loss scale, for a manual `.backward()` under fp16; errors as in `backward`."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Suspend the gradient reduction of backward passes inside at stages 0 and 1; allowed at every stage.
+        """Suspend the gradient reduction of backward passes inside the context, at stages 0 and 1.
 
-        Stages 2 and 3 keep no full gradients, so they reduce anyway; the result is equal.
+        Stages 2 and 3 do not store whole gradients and reduce them as usual; the result is equal.
+
+        Raises:
+            UsageError: the context is nested.
         """
         if self._window.holding:
             raise UsageError("no_sync contexts cannot be nested")
@@ -374,25 +381,25 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of several backward passes inside together, in the next `step` (see `no_sync`)."""
+        """Reduce the gradients of all backward passes inside the context once, in the next `step`; see `no_sync`."""
         with self.no_sync():
             yield
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last of its window."""
+        """Return whether the current micro-batch is the last before an update."""
         return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set the accumulation boundary manually, from the next backward on."""
+        """Set whether the next micro-batches end with an update, in place of counting `gradient_accumulation_steps`."""
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch. After the window's last one, clip, update, all-gather, and step the scheduler.
+        """End a micro-batch. After the last one before an update, clip, update, all-gather, and step the scheduler.
 
         Args:
-            lr_kwargs: arguments of the scheduler's `step`.
+            lr_kwargs: keyword arguments of the scheduler's `step`; None: none.
 
         Raises:
             UsageError: the call is inside `no_sync`, or there is no optimizer.
@@ -408,9 +415,12 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._end_step()
 
     def flush(self) -> None:
-        """Apply an incomplete window, as at the end of an epoch, with the mean over its micro-batches.
+        """Update before `gradient_accumulation_steps` is reached, by the mean over the micro-batches so far.
 
-        All ranks must call this. Does nothing if the window has no micro-batch.
+        All ranks must call this, for example at the end of an epoch. Does nothing without a micro-batch.
+
+        Raises:
+            UsageError: the engine has no optimizer.
         """
         if self._components.optimizer is None:
             raise self._components.without_optimizer("flush")
@@ -418,13 +428,13 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             if self._window.seen:
                 self._update(None)
             elif self._components.reducer is not None:
-                self._components.reducer.finish(Purpose.FLUSH)  # unless all ranks have nothing to apply, they say so
+                self._components.reducer.finish(Purpose.FLUSH)  # raises unless no rank has anything to apply
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer = self._components.optimizer
         if optimizer is None:
             return
-        self._add_unfrozen_parameters()  # also where this rank had no forward in the window
+        self._add_unfrozen_parameters()  # also if this rank had no forward in the window
         components, hooks = self._state.components, self._state.hooks
         samples = components.window.seen * components.window.micro * components.axes.data.size
         optimizer.piggyback_values, optimizer.optional_values = self._instruments.row(), self._reports.digest_row()
@@ -458,11 +468,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._preemption.stop_if_asked()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` updated the parameters."""
+        """Return whether the last `step` updated the parameters; False if it only accumulated or was skipped."""
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. All ranks must call this."""
+        """Drop the gradients accumulated since the last update; arguments as in torch. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -470,17 +480,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self.module.zero_grad(set_to_none)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the size of micro-batches from now on; the global batch changes with it."""
+        """Set the samples per rank and micro-batch (positive, else ArgumentError); changes the global batch size."""
         if micro_batch_size <= 0:
             raise ArgumentError(f"a micro-batch has at least one sample, got {micro_batch_size}")
         self._window.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps, between windows.
+        """Set the global batch size (samples per update) between two updates, by changing the accumulation steps.
 
         Raises:
             ArgumentError: the size is not a multiple of micro-batch times ranks.
-            UsageError: the call is in the middle of a window.
+            UsageError: micro-batches were run since the last update.
         """
         step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
@@ -514,8 +524,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         Args:
             backend: backend of torch.compile.
             compile_kwargs: arguments of torch.compile.
-            schedule: passes of whole-graph compilation; not available yet.
-            compiled_autograd_enabled: not available yet.
+            schedule: passes of whole-graph compilation; only None is available.
+            compiled_autograd_enabled: only False is available.
+
+        Raises:
+            NotAvailableError: another value was passed for one of the last two.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotAvailableError("compile(schedule=…, compiled_autograd_enabled=True) is not available yet")
@@ -531,15 +544,15 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return getattr(self, "_compiled", False)
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters that are not in use."""
+        """Free the gathered parameters of stage 3 that are not in use."""
         if self._components.lifecycle is not None:
             self._components.lifecycle.prefetcher.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce the gradients of the window so far, instead of in `step`. All ranks must call this.
+        """Reduce the gradients accumulated since the last update, before `step`. All ranks must call this.
 
         Args:
-            bucket_size: accepted for old scripts; the JSON fixes bucket sizes.
+            bucket_size: accepted without effect; `reduce_bucket_size` of the JSON is used.
         """
         if self._components.reducer is not None:
             self._components.reducer.finish(Purpose.REDUCE)
@@ -550,10 +563,14 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return policy_for(self.ds_config.zero.stage).gathers_before_use
 
     def destroy(self) -> None:
-        """Remove the hooks and free optimizer state and gradients; the model remains, plain or sharded.
+        """Remove the hooks and free optimizer state and gradients; the model remains, at stage 3 sharded.
 
-        All ranks must call this, since others may still read this rank's shards; a rank that raises does not wait. If a
-        parameter change was lost, the call raises `ShardedParameterError` at the end.
+        All ranks must call this, since others may still read this rank's shards. During an exception it does not wait
+        for them.
+
+        Raises:
+            ShardedParameterError: at the end, if an edit of a sharded parameter was lost.
+            CheckpointError: an asynchronous save failed.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
@@ -561,7 +578,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._instruments.close()
         self._balance.close()
         components = self._components
-        # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
+        # Pending gathers must end while the owners still serve their shards, even if this raises an error later.
         lost = components.wind_up()
         if self._shards_parameters and not components.destroyed and not failing:
             self._feeding.agree(0, "all ranks are done with their engine")

@@ -1,4 +1,4 @@
-"""State that an engine's components share, as one typed object."""
+"""State of an engine that its components share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 @dataclass(eq=False)
 class EngineHooks:
-    """Callbacks of features in a step and around checkpoints, in order."""
+    """Callbacks that optional features register, called in order of registration."""
 
-    stepped: list[Callable[[], None]] = field(default_factory=list)  # after the optimizer's step, and within its time
-    # after an update that was not skipped, and its schedule
+    stepped: list[Callable[[], None]] = field(default_factory=list)  # after the optimizer's step, timed as part of it
+    # after an update that was not skipped, and after the scheduler's step
     applied: list[Callable[[], None]] = field(default_factory=list)
-    ended: list[Callable[[], None]] = field(default_factory=list)  # at the end of a step; a hook may take itself off
-    # called at every save and load with the folder, and the client's state where that is saved
+    ended: list[Callable[[], None]] = field(default_factory=list)  # at the end of a step; a hook may remove itself
+    # at every save and load, with the folder, and at a save with the client's state
     checkpointed: list[Callable[[str, dict[str, Any] | None], None]] = field(default_factory=list)
-    # called with the compression of an opened checkpoint, before that is compared with the model
+    # with the compression state of an opened checkpoint, before the checkpoint is compared with the model
     opened: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
 
@@ -42,6 +42,8 @@ class EngineState:
     """Configuration, model, components and counters of one engine; fields have the engine's public names.
 
     Args:
+        mpu: the client's model-parallel unit, or None.
+        basic_optimizer: the inner optimizer, without ZeRO; None without an optimizer.
         global_steps: updates so far, including skipped ones.
         micro_steps: micro-batches so far.
         global_samples: samples so far, over all ranks.
@@ -69,7 +71,7 @@ class EngineState:
 
     @property
     def axes(self) -> ParallelGroups:
-        """Return the axes of the ranks that share state."""
+        """Return the axes of the mesh over which the engine communicates."""
         return self.components.axes
 
     @property
@@ -88,33 +90,30 @@ class EngineState:
         return not self.axes.mesh.is_data_parallel or bool(self.components.ep_sizes)
 
     def is_first_with(self, tensor: torch.Tensor) -> bool:
-        """Return whether this rank is the first data-parallel rank with the values of a parameter."""
+        """Return whether this rank is the first of the ranks that have the same slice of a parameter."""
         ep, mesh = placement_of(tensor).ep, self.axes.mesh
         return (self.axes.dp_sp_group if ep == 1 else mesh.axis("dp_replicate", "edp", ep=ep)).rank == 0
 
     @property
     def model_dims(self) -> dict[str, int]:
-        """Return the sizes of the mesh dims along which ranks have other model slices or other parts of a sample."""
+        """Return the sizes of the mesh dims pp, sp and tp; dims of size 1 are omitted."""
         return {dim: size for dim, size in self.axes.mesh.sizes.items() if dim not in DATA and size > 1}
 
     def view(self) -> StateView:
-        """Return the training state by name."""
+        """Create a view of the training state by parameter name."""
         parts, coordinates = self.components, self.axes.mesh.coordinates
         return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, coordinates)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
-        """Return the names of all parameters, buffers and aliases on any rank; empty if all have the same slice.
-
-        All ranks must call this.
-        """
+        """Return the names of parameters, buffers and aliases on any rank; empty if slices are equal. Collective."""
         if not self.sliced:
             return set()
-        first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # experts may have names of their own
+        first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # names of experts may differ between ranks
         local_names = [*view.members, *view.plain, *view.buffers, *view.aliases] if first else []
         return {name for names in Ranks(self.everyone).gather(local_names) for name in names}
 
     def forget_window(self) -> None:
-        """Drop the gradients of the window and the gathered parameters. All ranks must call this."""
+        """Drop the gradients of the accumulation window, and free gathered parameters. All ranks must call this."""
         if self.components.optimizer is not None:
             self.components.optimizer.zero_grad()
         if self.components.lifecycle is not None:

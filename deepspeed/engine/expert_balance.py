@@ -1,4 +1,4 @@
-"""Balances the experts of an engine's model, and measures their load, as `expert_parallel` asks."""
+"""Balance of the experts of an engine's model, and measurement of their load, by `expert_parallel` of the JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _EXPERTS = "Train/Experts/"
 
 
 class ExpertBalance:
-    """Hooks of a model that balance its experts, and count their tokens; none where nothing asks for them.
+    """Hooks on a model that balance its experts and count their tokens, if the JSON requests them.
 
-    Tokens are counted where `expert_parallel.load` is true, or null with a monitor or the timeline.
+    Tokens are counted if `expert_parallel.load` is true, or is null and a monitor or the timeline is enabled.
+
+    Raises:
+        ExpertParallelError: `bias_update_speed` is set, but the model has no layers of experts.
+        NotAvailableError: the auxiliary loss of a model in pipeline stages cannot be balanced over all ranks.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -52,7 +56,7 @@ class ExpertBalance:
         return part
 
     def _share_loss(self, layers: list[Any], window: bool, forward: TrainingForward) -> None:
-        """Make auxiliary losses those of all ranks' tokens: of the gates of `MoE` layers, else of the model."""
+        """Compute auxiliary losses over all ranks' tokens: in the gates of `MoE` layers, else in the model's loss."""
         model, axis = self._state.module, self._state.axes.dp_sp_group
         gates = [(name, module) for name, module, _ in layers if isinstance(module, TopKGate)]
         for name, gate in gates:
@@ -68,7 +72,7 @@ class ExpertBalance:
             self._add(ModelLoss(model, self._tokens[-1]))
 
     def stepped(self) -> list[Callable[[], None]]:
-        """What is done after each step of the optimizer, also after one that is skipped."""
+        """Return the callbacks for after each optimizer step, skipped ones included."""
         return [self._end_window] if self._tokens or self._load is not None else []
 
     def _end_window(self) -> None:
@@ -81,11 +85,11 @@ class ExpertBalance:
                 self._bias.update(self._load.unpadded())
 
     def load(self) -> dict[str, LayerLoad]:
-        """The load of each layer in the last window, over all ranks; empty where tokens are not counted."""
+        """Return the load of each layer by name in the last update, over all ranks; {} if tokens are not counted."""
         return {} if self._load is None else self._load.last()
 
     def events(self) -> Iterator[tuple[str, float]]:
-        """For monitors."""
+        """Yield (name, value) of each layer's load for the monitors."""
         loads = self.load()
         for name, load in loads.items():
             yield f"{_EXPERTS}{name}/max_over_mean", load.max_over_mean
@@ -93,7 +97,7 @@ class ExpertBalance:
             yield f"{_EXPERTS}{name}/entropy", load.entropy
 
     def summary(self) -> dict[str, Any]:
-        """For `ds_top`: the busiest layer, and the means of all; empty where tokens are not counted."""
+        """Return figures for `ds_top`: most unbalanced layer, mean dropped share, least entropy; {} if not counted."""
         loads = self.load()
         if not loads:
             return {}
@@ -107,7 +111,7 @@ class ExpertBalance:
         }
 
     def count(self) -> None:
-        """For the timeline, while it records."""
+        """Add the load of each layer to the timeline as counters, while the timeline is recording."""
         if recorder.on:
             for name, load in self.load().items():
                 recorder.count(f"% of the mean load, busiest expert of {name}", round(100 * load.max_over_mean))

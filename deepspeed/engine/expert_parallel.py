@@ -1,4 +1,4 @@
-"""Division of a model's experts among ranks, by its `MoE` layers and the block `expert_parallel`."""
+"""Division of a model's experts among ranks, as its `MoE` layers or `expert_parallel` of the JSON require."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def divide_experts_of(
 ) -> None:
     """Divide the experts of a whole model in place, unless they are divided already. All ranks must call this.
 
-    `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts. An expert
-    that is a module of its own leaves the optimizer and `parameters` on the ranks that do not hold it.
+    `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts. Parameters
+    of experts that other ranks keep are removed from the optimizer and from the list `parameters`.
+
+    Raises:
+        ArgumentError: the optimizer has state already.
+        NotAvailableError: the JSON also enables compression.
     """
     ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
     if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
@@ -40,7 +44,7 @@ def divide_experts_of(
 
 
 def _leave_out(gone: Iterable[torch.Tensor], optimizer: Any, parameters: Any) -> None:
-    """Remove parameters from an optimizer's groups, and from a list of parameters or of groups, in place."""
+    """Remove the parameters `gone` in place from an optimizer's groups and from a list of parameters or groups."""
     ids = {id(param) for param in gone}
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     lists: list[Any] = [parameters, *(group["params"] for group in groups)]
@@ -51,10 +55,14 @@ def _leave_out(gone: Iterable[torch.Tensor], optimizer: Any, parameters: Any) ->
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Divide the experts of `MoE` layers, of a whole model or a pipeline stage. All ranks must call this."""
+    """Divide the experts of a model's or pipeline stage's `MoE` layers. All ranks must call this.
+
+    Raises:
+        NotAvailableError: the JSON also enables compression.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     sizes = {layer.ep_size for layer in layers.values()}
-    if mesh.size("pp") > 1:  # stages have other layers, and all ranks make all groups
+    if mesh.size("pp") > 1:  # stages have different layers, but all ranks must create all groups
         sizes = set().union(*all_gather_objects(mesh.axis(*DIMS), sizes))
     if sizes - {1}:
         _refuse_compression(config)
@@ -74,7 +82,7 @@ def _refuse_compression(config: DeepSpeedConfig) -> None:
 
 
 class ExpertAccessors:
-    """MoE layers of an engine's model."""
+    """Properties of an engine that describe its model's MoE layers."""
 
     _state: EngineState
     _balance: ExpertBalance
@@ -97,7 +105,7 @@ class ExpertAccessors:
 
     @property
     def expert_load(self) -> dict[str, LayerLoad]:
-        """Tokens of each layer's experts in the last window, over all ranks; empty unless `expert_parallel.load`."""
+        """Return the load of experts by layer name in the last update, over all ranks; {} if tokens are not counted."""
         return self._balance.load()
 
     @property

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: creates an engine from a model and a JSON."""
+"""Creation of an engine from a model and a JSON (`deepspeed.initialize`)."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Create an engine for a model.
+    """Create an engine for a model, and a process group if there is none. All ranks must call this.
 
     Args:
-        args: a namespace with `deepspeed_config` (path) and, from a launcher, `local_rank`.
-        model: a torch module.
-        optimizer: a torch optimizer over its parameters, a callable that builds one, or None for the JSON's.
-        model_parameters: parameters or parameter groups to train.
-        training_data: a dataset for the distributed loader.
-        lr_scheduler: a scheduler or a callable that builds one from the optimizer.
-        distributed_port: port of a process group that this call creates.
-        mpu: a client's model-parallel unit, or a `deepspeed.comm.process_groups.mesh.Mesh`.
+        args: a namespace with `deepspeed_config`, the path of the JSON, in place of `config`.
+        model: a torch module, or a `PipelineModule`; required.
+        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, if any.
+        model_parameters: parameters or parameter groups to train; None: all that require a gradient.
+        training_data: a dataset for the distributed loader; None: no loader.
+        lr_scheduler: a scheduler, or a callable that creates one from the optimizer; None: the JSON's, if any.
+        distributed_port: port for a new process group if MASTER_PORT is not set.
+        mpu: the client's model-parallel unit, or a `deepspeed.comm.process_groups.mesh.Mesh`.
         dist_init_required: False: use the existing process group.
-        collate_fn: collate function of the loader.
+        collate_fn: collate function of the loader, as in torch's DataLoader.
         config: dict, path or base64 of the JSON.
-        mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
-        config_params: another name of `config`.
+        mesh_param: sizes of mesh dims by name, or (data-parallel ranks, sequence-parallel ranks).
+        config_params: older name of `config`.
 
     Returns:
-        (engine, optimizer, loader or None, scheduler or None).
+        (engine, optimizer or None, loader or None, scheduler or None).
 
     Raises:
-        ArgumentError: arguments contradict each other.
-        DeepSpeedConfigError: the configuration is missing or invalid.
+        ArgumentError: an argument is missing, or arguments contradict each other.
+        DeepSpeedConfigError: the configuration is missing, given twice or invalid; a MeshError for sizes of the mesh.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")
@@ -90,11 +90,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config` to a parser.
-
-    Args:
-        parser: the user's parser.
-    """
+    """Add the options `--deepspeed` and `--deepspeed_config` to `parser`, and return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")

@@ -1,4 +1,4 @@
-"""Logs of an engine's plan at the start, and of its progress every few steps."""
+"""Log lines of an engine: its plan at the start, and its progress every few steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def say_info() -> None:
 
 
 _NO_DIGEST = -1.0
-_SAMPLED = 1024  # elements of each tensor that are looked at
+_SAMPLED = 1024  # maximum number of elements of each tensor that a digest reads
 
 
 def _digest(tensors: list[torch.Tensor]) -> float:
-    """Return a number that differs between different batches; -1 for a batch without values or with one value only."""
+    """Return a checksum of a sample of the batch's elements; -1 for a batch without values or with one value only."""
     digest, varies = 0, False
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.device.type == "meta" or not tensor.numel():
@@ -50,14 +50,14 @@ def _digest(tensors: list[torch.Tensor]) -> float:
 
 
 class ProgressLog:
-    """Logs an engine's plan and progress."""
+    """Log of an engine's plan and progress, and warnings about equal or too large first batches."""
 
     def __init__(self, state: EngineState, facts: StateAccessors) -> None:
         self._state, self._facts = state, facts
         self._reported = (time.perf_counter(), 0)
-        self._looked = False  # at the first batch
+        self._looked = False  # whether the first batch was checked
         mesh, data = state.axes.mesh, state.axes.data
-        self._compares = data.size > 1 and mesh.size("pp") == 1  # first batches, with the first update
+        self._compares = data.size > 1 and mesh.size("pp") == 1  # whether the first batches are still to be compared
         self._digest = _NO_DIGEST
 
     def say_plan(self) -> None:
@@ -89,7 +89,7 @@ class ProgressLog:
         first = next(iter(tensors), None)
         ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
         if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:
-            self._digest = _NO_DIGEST  # it is said already
+            self._digest = _NO_DIGEST  # this warning is enough
             log_rank0(
                 f"forward got {first.shape[0]} samples; the configuration has {micro} for each of {ranks} ranks. If "
                 f"every rank loads the same, all learn from the same samples: pass training_data to initialize, or a "
@@ -98,11 +98,11 @@ class ProgressLog:
             )
 
     def digest_row(self) -> list[float]:
-        """Return the digest of this rank's first batch, for the first exchange of a norm; empty afterwards."""
+        """Return [digest of this rank's first batch] until it was compared, then []; sent with the gradient norm."""
         return [self._digest] if self._compares else []
 
     def compare_digests(self, rows: list[list[float]]) -> None:
-        """Warn if ranks that should read different samples have the same digest; no rows: nothing was exchanged."""
+        """Warn if ranks that should read different samples have equal digests; `rows`: `digest_row` of each rank."""
         if not self._compares or not rows:
             return
         self._compares = False

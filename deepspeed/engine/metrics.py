@@ -50,7 +50,7 @@ STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 FORWARD, BACKWARD, BACKWARD_INNER, BACKWARD_REDUCE, STEP = (
     "forward", "backward", "backward_inner", "backward_allreduce", "step",
 )  # fmt: skip
-# What is timed: the timer of a micro-batch and that of a window.
+# Parts of a step: the timer of a micro-batch and that of a window.
 _PAIRS = {
     FORWARD: (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
     BACKWARD: (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
@@ -67,11 +67,12 @@ class StepTimers:
     reduced after backward; reductions that overlap with backward have no time of their own.
 
     Args:
+        timers: the timers by name.
         active: measure; otherwise there is no synchronization and no output.
         says: log a line after each micro-batch and each window, on rank 0.
 
     Attributes:
-        last: milliseconds by name, of the last window and its last micro-batch; empty before.
+        last: milliseconds by name of the timer, of the last update and its last micro-batch; empty before.
     """
 
     def __init__(self, timers: HostWallClockTimer, active: bool, says: bool) -> None:
@@ -80,7 +81,7 @@ class StepTimers:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Time a part of a step; nested calls of the same part count once."""
+        """Time the block as a part of a step ("forward", "backward", …); nested blocks of the same part count once."""
         pair = [self._timers(name) for name in _PAIRS[part]]
         if not self.active or pair[0].started_:
             yield
@@ -89,12 +90,12 @@ class StepTimers:
             timer.start()
         try:
             yield
-        finally:  # a caller may go on after an error
+        finally:  # the caller may continue after an error
             for timer in reversed(pair):
                 timer.stop()
 
     def elapsed(self) -> dict[str, float]:
-        """Return the milliseconds of the window so far, by part; parts that have not run are omitted."""
+        """Return the milliseconds since the last update, by part of a step; parts that have not run are omitted."""
         names = ((part, pair[1]) for part, pair in _PAIRS.items())
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
@@ -103,7 +104,7 @@ class StepTimers:
             self._show(0)
 
     def end_window(self) -> dict[str, float]:
-        """End a window and its last micro-batch; returns the window's `elapsed()`."""
+        """End an update and its last micro-batch; returns the update's `elapsed()`, {} if nothing is measured."""
         if not self.active:
             return {}
         elapsed = self.elapsed()
@@ -118,7 +119,7 @@ class StepTimers:
         names = [pair[which] for pair in _PAIRS.values()]
         if self._says:
             for name in names:
-                self._timers(name)  # what has not run shows as 0.00
+                self._timers(name)  # a part that has not run is logged as 0.00
             self._timers.log(names)
         else:
             for name in names:
@@ -126,19 +127,22 @@ class StepTimers:
 
 
 class Profiling:
-    """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
+    """FLOPs profile of the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
     Operations are counted in the preceding update, once per shape of the inputs, since counting takes time.
+
+    Args:
+        elapsed: returns the milliseconds since the last update, by part of a step.
     """
 
     def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
         self._state, self._section = state, state.ds_config.flops_profiler_config
         here = self._section.enabled and state.axes.everyone.rank == 0
         self.profiler = FlopsProfiler(state.module, engine) if here else None
-        self._shapes: list[Any] | None = None  # of the inputs whose operations were counted
+        self._shapes: list[Any] | None = None  # shapes of the inputs whose operations were counted
         self._elapsed = elapsed
         self._before: dict[str, float] = {}
-        self._due = False  # a report waits for the time of the step
+        self._due = False  # a report is to be printed once the step has a time
 
     def on_forward(self, inputs: Any) -> None:
         ahead = self._section.profile_step - self._state.global_steps
@@ -181,17 +185,22 @@ class Profiling:
 
 
 class Trial:
-    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends the process."""
+    """Trial run of the autotuner: times the updates that the `autotuning` block selects, then ends the process."""
 
     def __init__(self, state: EngineState, facts: StateAccessors) -> None:
         self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
         self.active = self._section.enabled and self._section.metric_path is not None
         self._since = time.perf_counter()
-        self._spent: Counter[str] = Counter()  # milliseconds by part, of the updates that are timed
-        self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
+        self._spent: Counter[str] = Counter()  # milliseconds by part of a step, of the timed updates
+        self._done = 0  # updates of this process; `global_steps` also counts those before a loaded checkpoint
 
     def after_update(self, samples: int, times: dict[str, float]) -> None:
-        """Count an update with its samples (over all ranks) and milliseconds; after the last, all ranks exit with 0."""
+        """Count an update; after the last one, write `autotuning.metric_path` and raise SystemExit(0) on all ranks.
+
+        Args:
+            samples: samples of the update over all ranks.
+            times: milliseconds by part of a step.
+        """
         if not self.active:
             return
         self._done += 1
@@ -206,7 +215,7 @@ class Trial:
     def _end(self, updates: int, samples: int) -> None:
         seconds = (time.perf_counter() - self._since) / updates
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        timings = all_gather_objects(self._state.everyone, (seconds, peak))  # no rank ends while another still needs it
+        timings = all_gather_objects(self._state.everyone, (seconds, peak))  # also waits for the slowest rank
         if self._state.everyone.rank == 0:
             slowest = max(seconds_of_rank for seconds_of_rank, _ in timings)
             metrics = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
@@ -219,7 +228,7 @@ class Trial:
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:
-        """Return the microseconds of a micro-batch's forward and backward, and of the step."""
+        """Return the microseconds of forward and backward per micro-batch, and of the step per update."""
         turns = self._state.window.steps
         each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
@@ -231,7 +240,7 @@ _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
 class Instruments:
-    """Collects the figures of a window, and passes them to the monitors.
+    """Measurements of each update, and their output to monitors, log and progress line.
 
     Attributes:
         throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. The
@@ -244,7 +253,7 @@ class Instruments:
         self.monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self.profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
-        self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # running out of memory inside comes with a report
+        self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # adds a report to out-of-memory errors inside
         self._pressure = MemoryWatchdog(self._memory)
         self.tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
@@ -261,14 +270,14 @@ class Instruments:
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
         self._channel, self._asked = state.axes.model_replica_group.channel(), 0
-        self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
-        self.progress: progress.Progress | None = None  # on rank 0, where a line is shown
+        self._names: tuple[list[str], list[str]] = ([], [])  # parameter names of this rank, and of the whole model
+        self.progress: progress.Progress | None = None  # on rank 0 while a line is shown
         self._after_update = self._hooks()
         if progress.asked():
             self.start_progress(None)
 
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
-        """Return the callbacks after an update, in order; each gets every rank's `row` and the window's samples."""
+        """Return the callbacks after an update, in order; each is called with all ranks' `row` and the samples."""
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
             (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
@@ -281,7 +290,7 @@ class Instruments:
         return [hook for is_on, hook in hooks if is_on]
 
     def start_progress(self, batches: int | None) -> None:
-        """Show a live progress line on rank 0; `batches` is the number of batches to come, None: unknown."""
+        """Show a live progress line on rank 0; `batches`: number of remaining batches, None if unknown."""
         self.stop_progress()
         if self._state.everyone.rank == 0:
             device = self._state.device
@@ -295,34 +304,34 @@ class Instruments:
             shown.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records a span `name` in timers and recorder."""
+        """Create a context that times a part of a step, such as "forward", in the timers and the span recorder."""
         watched = self.times.active or self._state.ds_config.memory_breakdown
         inner = self._watched(name) if watched else recorder.span(name) if recorder.on else _NOTHING
         return MemoryGuard(self._memory, inner, name == FORWARD and self._memory.left_by_forward < 0)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context that times the wait for pending gradients."""
+        """Create a context that times the wait for pending gradients."""
         return self.times.timed(BACKWARD_REDUCE)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Return the milliseconds of the last window and its last micro-batch, by the names of `deepspeed.utils.timer`.
+        """Return the milliseconds of the last update and its last micro-batch, by the names of `deepspeed.utils.timer`.
 
         Empty unless `wall_clock_breakdown` (or a profiler) measures. The timers themselves are `engine.timers`.
         """
         return dict(self.times.last)
 
     def inner(self) -> AbstractContextManager[None]:
-        """Return a context that times autograd inside backward."""
+        """Create a context that times autograd inside backward."""
         return self.times.timed(BACKWARD_INNER) if self.times.active else _NOTHING
 
     def memory_by_category(self) -> dict[str, int]:
-        """Return `MemoryReport.by_category()`."""
+        """Return this rank's bytes of memory by category; see `MemoryReport.by_category`."""
         return self._memory.by_category()
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
         shows, reducer = self._state.ds_config.memory_breakdown, self._state.components.reducer
-        if reducer is not None and self.times.active:  # a layout made anew has another
+        if reducer is not None and self.times.active:  # each time, since a new layout has a new reducer
             reducer.time_waits(self._waiting)
         see_memory_usage(f"before {name}", force=shows)
         with self.times.timed(name), recorder.span(name):
@@ -344,7 +353,7 @@ class Instruments:
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
 
     def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
-        """Record the loss with its weight: the micro-batch's mean, or its sum over `num_items`."""
+        """Record the loss of a micro-batch: a mean over samples (`num_items` None), or a sum over `num_items` items."""
         if self._finder.enabled:
             self._finder.on_loss(loss, self._state.window.loss_scale)
         if self.progress is not None:
@@ -353,7 +362,7 @@ class Instruments:
         if self._collects:
             window, share = self._state.window, 1.0
             if num_items is None and loss_is_divided(self._state.module):
-                share = 1.0 / window.steps  # a client has done that
+                share = 1.0 / window.steps  # the client has divided the loss
             samples = 1.0 if window.samples is None else window.samples
             weighted_loss = loss.detach().double() * samples
             self._loss = weighted_loss if self._loss is None else self._loss + weighted_loss
@@ -362,7 +371,14 @@ class Instruments:
     def on_window(
         self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
     ) -> None:
-        """Record a pipeline's window: its mean loss, and batches that `stages` ranks share."""
+        """Record the micro-batches of an update in a pipeline.
+
+        Args:
+            loss: their mean loss.
+            batches: the micro-batches of this rank.
+            stages: number of stages, which read the same batches.
+            metrics: means of the model's own metrics, by name.
+        """
         if self.progress is not None:
             self.progress.on_loss(loss.detach())
         if self.monitor.enabled:
@@ -372,7 +388,7 @@ class Instruments:
             self._tokens += stages * sum(tokens_in(nest) for nest in nests)
 
     def on_step(self, boundary: bool) -> bool:
-        """Record the end of a micro-batch; returns `boundary`, whether it ends with an update."""
+        """Record the end of a micro-batch; returns `boundary`, which is true if an update follows."""
         if self.profiling.profiler is not None:
             self.profiling.on_step(boundary)
         if not boundary:
@@ -381,7 +397,7 @@ class Instruments:
         return boundary
 
     def row(self) -> list[float]:
-        """Return and reset this rank's figures of the window, which are sent with the gradient norm."""
+        """Return and reset this rank's sums since the last update: loss, weight, tokens; [] if nothing needs them."""
         if not self._collects:
             return []
         loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
@@ -390,7 +406,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """Run the active instruments with the `row` of each rank and the window's samples over all ranks."""
+        """Run the active callbacks after an update; `rows`: `row` of each rank, `samples`: samples over all ranks."""
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
         for hook in self._after_update:
@@ -414,7 +430,7 @@ class Instruments:
             self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 
     def _tell(self, seconds: float, **more: Any) -> None:
-        """Publish the figures that `ds_top` shows of this rank."""
+        """Publish this rank's figures for `ds_top`."""
         state = self._state
         facts = {"host": socket.gethostname(), "update": state.global_steps, "seconds": seconds}
         facts |= {"samples": state.global_samples, "skipped": state.skipped_steps}
@@ -431,7 +447,7 @@ class Instruments:
         yield from ((f"{_SAMPLES}{name}", value) for name, value in self._metrics.items())
         if seconds > 0:
             yield f"{_SAMPLES}samples_per_second", samples / seconds
-            if tokens:  # ranks that share matrices have seen the same ones
+            if tokens:  # tensor-parallel ranks count the same tokens
                 yield f"{_SAMPLES}tokens_per_second", tokens / len(rows) * self._state.axes.dp_sp_group.size / seconds
 
     def _of_update(self) -> Iterator[tuple[str, float]]:
@@ -445,18 +461,18 @@ class Instruments:
         yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
-        """Yield the milliseconds of the window, if they are measured."""
+        """Yield (name, milliseconds) of the parts of the last update for the monitors, if they are measured."""
         yield from ((f"{_SAMPLES}{_MS}{part}", value) for part, value in self._elapsed.items())
 
     # -- gradients by name ----------------------------------------------------------------------------------------
 
     def gradient_norms(self) -> dict[str, float]:
-        """Return the L2 norm of the window's mean gradient for each parameter, before clipping.
+        """Compute the L2 norm of each parameter's mean gradient since the last update, before clipping.
 
         All ranks must call this between `backward` and `step`. With tensor parallelism, a norm covers all slices.
 
         Returns:
-            Norms by name, in the model's order, without parameters that have no gradient on any rank.
+            Norms by parameter name, in the model's order; parameters without a gradient on any rank are missing.
 
         Raises:
             UsageError: the engine has no optimizer.

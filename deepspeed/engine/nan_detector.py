@@ -1,8 +1,8 @@
-"""The `non_finite` block: finds the operation that produced the first NaN or infinity.
+"""Search for the operation that produced the first NaN or infinity (`non_finite` of the JSON).
 
-The detector keeps references to the inputs of every micro-batch, and the random states. Backward is run again
-from the loss if forward returned the loss; otherwise from the gradients of forward's outputs, which are
-recorded only after a first failure.
+The detector keeps references to the inputs of every micro-batch, and the random states, to run the window again.
+Backward is run again from the loss if forward returned the loss; otherwise from the gradients of forward's outputs,
+which are recorded only after a first failure.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.optim.loss_scale import DynamicLossScaler
 from deepspeed.profiling.nonfinite import INPUT, OF_LOSS, UPDATE, Checker, Finding, describe, first_input, kinds_in
 
-_MOST = 4  # forwards for each micro-batch: more of them without an update are no training
+_MOST = 4  # maximum number of recorded forwards per micro-batch: more of them without an update are not training
 _ORDER = {UPDATE: 0, INPUT: 1, "forward": 2, "forward again, in backward": 3, "backward": 3}
 
 
 @dataclass(eq=False)
 class _Micro:
-    """A micro-batch of the window."""
+    """Recorded forward of a micro-batch, for running it again."""
 
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # of forward
-    random: tuple[torch.Tensor, Any]  # states of the random numbers of host and device before it
-    outputs: list[Any] = field(default_factory=list)  # differentiable tensors that forward gave, as long as they live
-    loss: int | None = None  # which of them was differentiated
-    scale: float = 1.0  # of that loss
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of those outputs, by place
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # arguments of forward
+    random: tuple[torch.Tensor, Any]  # random states of host and device before forward
+    outputs: list[Any] = field(default_factory=list)  # weak references to forward's differentiable outputs
+    loss: int | None = None  # index of the output that is the loss
+    scale: float = 1.0  # scale of that loss
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients of the outputs, by index
 
 
 class NonFiniteFinder:
-    """Finds the origin of non-finite values."""
+    """Search for the origin of non-finite values; raises NotAvailableError if it is enabled in a pipeline engine."""
 
     def __init__(self, state: EngineState, engine: Any) -> None:
         self._state, self._engine, self._section = state, engine, state.ds_config.top.non_finite
@@ -55,7 +55,7 @@ class NonFiniteFinder:
         self._hook: Any = None
         self.found: str | None = None
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.enabled or self._replaying or not self._left:
@@ -97,12 +97,17 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Search between norm and update. All ranks must call this; each row begins with the sum of a rank's losses."""
+        """Search if the norm or a loss is not finite; called between norm and update. All ranks must call this.
+
+        Args:
+            norm: gradient norm, or None.
+            rows: `Instruments.row` of each rank, which begins with the sum of its losses.
+        """
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:
-            bad = False  # the scale is too large, which is no fault
-        if axes.model_replica_group.size == axes.everyone.size:  # else others have not seen the same rows
+            bad = False  # the loss scale is too large, which is normal
+        if axes.model_replica_group.size == axes.everyone.size:  # otherwise ranks would decide on different rows
             bad = bad or any(row and not math.isfinite(row[0]) for row in rows)
         if bad and self._left:
             self._left -= 1
@@ -141,7 +146,7 @@ class NonFiniteFinder:
         log_rank0(self.found)
 
     def _dump(self, finding: Finding, words: str) -> None:
-        """Write the inputs of the operation to a file for `torch.load`."""
+        """Write the inputs of the operation to a file for `torch.load`, if the JSON has an `output_path`."""
         if self._section.output_path:
             folder = Path(self._section.output_path)
             folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +154,7 @@ class NonFiniteFinder:
             torch.save({"where": words, "inputs": [tensor.cpu() for tensor in finding.inputs]}, path)
 
     def _search(self) -> tuple[int, Finding | None]:
-        """Find this rank's first micro-batch with a non-finite value; all ranks run all of theirs, as in training."""
+        """Run all micro-batches again, as all ranks must; returns (index of the first with a finding, that finding)."""
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]
@@ -175,7 +180,7 @@ class NonFiniteFinder:
         return first
 
     def _of_parameters(self) -> Finding | None:
-        """Return the first of this rank's parameters that was not finite before the window."""
+        """Return a finding for this rank's first parameter that was not finite before the micro-batches, or None."""
         for group in self._state.components.groups:
             whole = not group.policy.gathers_before_use
             with contextlib.nullcontext(group.full) if whole else group.values.borrowed() as values:
@@ -215,7 +220,7 @@ class NonFiniteFinder:
             get_accelerator().set_rng_state(state[1])
 
     def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors at which backward restarts, and their gradients."""
+        """Return the outputs from which backward is run again, and their gradients."""
         if micro.loss is not None and micro.loss < len(outputs):
             loss = outputs[micro.loss]
             return [loss], [torch.full_like(loss, micro.scale)]

@@ -26,7 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """Storage tiers of one engine. State in the same place uses the same tier, so that buffers can be shared."""
+    """Storage tiers of one engine. State in the same place uses the same tier, which shares its buffers."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class Offload:
         return self.optimizer.device != "none" or (gathers and self.parameters.device != "none")
 
     def place(self, state: GroupState) -> Tiers:
-        """Return the tiers of the next group."""
+        """Return the tiers for the optimizer state and the parameters of the next group, described by `state`."""
         offloads = state.master and self._offloads(state.numel)
         optimizer = self._tier(self.optimizer.device, for_optimizer=True) if offloads else RESIDENT
         parameters: Tier = RESIDENT
@@ -55,7 +55,7 @@ class Offload:
         return Tiers(optimizer, parameters)
 
     def _offloads(self, numel: float) -> bool:
-        """Return whether to offload the next group, which keeps the offloaded share of elements nearest to `ratio`."""
+        """Return whether to offload the next group of `numel` elements, so that the offloaded share is near `ratio`."""
         self._seen += numel
         chosen = self._offloaded + numel / 2 < self.optimizer.ratio * self._seen
         chosen |= self.optimizer.ratio == 1.0
@@ -83,7 +83,14 @@ class Offload:
         return self._disks[path]
 
     def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
-        """Log the bytes by place, and check free space and speed of the disks; returns the bytes by place."""
+        """Log the bytes of all groups by place, and check free space and speed of the disks.
+
+        Returns:
+            Bytes on this rank between steps, by place: device, host and nvme.
+
+        Raises:
+            StorageError: a disk has too little free space.
+        """
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:
@@ -117,12 +124,12 @@ def _low_master(config: DeepSpeedConfig) -> torch.dtype | None:
 
 
 def master_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the masters of parameters of `dtype`."""
+    """Return the dtype of the optimizer's masters for parameters of `dtype`: fp32, unless the JSON requests 16 bits."""
     return dtype if dtype in (_low_master(config), torch.float64) else torch.float32
 
 
 def accumulator_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    """Return the dtype of gradient sums."""
+    """Return the dtype in which the JSON lets gradients accumulate."""
     return _low_master(config) or DTYPES[config.data_types.grad_accum_dtype]
 
 
@@ -133,7 +140,14 @@ def state_of_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     optimizer: torch.optim.Optimizer | None,
 ) -> GroupState:
-    """Return a group's state on this rank between uses; `dtypes` are those of parameters and master, or None."""
+    """Return the sizes of a group's training state on this rank.
+
+    Args:
+        cut: policy and layout of the group.
+        rank: position among the ranks that shard the group.
+        dtypes: of the parameters and of the master; None without a master.
+        optimizer: the inner optimizer; None: no optimizer state.
+    """
     (policy, layout), (dtype, master) = cut, dtypes
     own = layout.shard_numel(rank) if policy.owns_a_shard else layout.padded
     widths = dtype.itemsize, 0 if master is None else master.itemsize, accumulator_dtype(config).itemsize
@@ -145,7 +159,10 @@ _MOMENTS = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adagrad
 
 
 def moments_bytes(optimizer: torch.optim.Optimizer | None, master: torch.dtype | None) -> float:
-    """Return the bytes of optimizer state per element: two moments, unless the class is known to have fewer."""
+    """Return the bytes of optimizer state per element: two moments, unless the class is known to have fewer.
+
+    0 without an optimizer or if `master`, the dtype of the master, is None.
+    """
     if optimizer is None or master is None:
         return 0.0
     count = _MOMENTS.get(type(optimizer).__name__, 2)

@@ -1,4 +1,4 @@
-"""`engine.offload_states`: temporary move of training state off the device."""
+"""Temporary move of training state off the device (`engine.offload_states`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """Kinds of training state."""
+    """Kinds of training state; hp (high precision): fp32 masters, lp (low precision): the dtype of the model."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -33,12 +33,12 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class OffloadStates:
-    """Moves training state off the device and back."""
+    """Temporary move of training state off the device; `before_forward` registers a forward pre-hook."""
 
     def __init__(self, state: EngineState, before_forward: Callable[[Callable[..., None]], Any]) -> None:
         self._state, self._before_forward = state, before_forward
         self._away: BufferPool | None = None
-        self._returning: BufferPool | None = None  # what the last reload copies from, perhaps still
+        self._returning: BufferPool | None = None  # source of the last reload, whose copies may not have finished
         self._refusal: Any = None
 
     def offload_states(
@@ -55,13 +55,13 @@ class OffloadStates:
 
         Args:
             include: kinds of state; None: all kinds.
-            device: "cpu".
+            device: destination; only "cpu" is available.
             pin_memory: use page-locked memory.
             non_blocking: accepted without effect: the call waits, since memory can be freed only after the copy.
 
         Raises:
             ArgumentError: another device, or an unknown kind.
-            UsageError: the state is already offloaded, or the window holds gradients.
+            UsageError: the state is already offloaded, or gradients were accumulated since the last update.
         """
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
@@ -78,7 +78,7 @@ class OffloadStates:
             raise UsageError("offload_states in the middle of a window: its gradients are on the device; step first")
         if self._state.components.lifecycle is not None:
             self._state.components.lifecycle.settle()
-            meet_before_change(self._state.components.groups)  # a late rank may still pull what is moved away here
+            meet_before_change(self._state.components.groups)  # a slower rank may still read the state to be moved
         pool = self._away = BufferPool(pin=pin_memory)
         for held in self._held(kinds):
             held.evict(pool)
@@ -91,7 +91,7 @@ class OffloadStates:
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Restore the state that `offload_states` moved. All ranks must call this.
+        """Restore the state that `offload_states` moved, if any. All ranks must call this.
 
         Args:
             non_blocking: do not wait for the copies; later work on the device is ordered after them.
@@ -110,7 +110,7 @@ class OffloadStates:
         self._let_pinned_go(wait=not non_blocking)
 
     def _let_pinned_go(self, wait: bool = False) -> None:
-        """Unlock the host memory of the last reload after its copies have finished; called at each step."""
+        """Release the host memory of the last reload once its copies have finished; called at each step."""
         if self._returning is not None and (wait or self._returning.idle):
             self._returning.shrink()
             self._returning = None
@@ -121,7 +121,7 @@ class OffloadStates:
         raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
-        """Return the state on the device, of these kinds."""
+        """Return the state of these kinds that belongs on the device, whether offloaded or not."""
         tensors: list[Any] = []
         for group in self._state.components.groups:
             if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:

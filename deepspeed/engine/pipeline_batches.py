@@ -1,4 +1,4 @@
-"""Micro-batches of a pipeline's window, and their callbacks for the schedule's executor."""
+"""Micro-batches of one update (a window) in a pipeline, and the callbacks that run them in the schedule."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from deepspeed.zero.gradients.accumulation import AccumulationWindow, Way
 from deepspeed.zero.gradients.buckets import by_rows
 
 FAILED = -1  # instead of a number of micro-batches
-EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # what a rank was called for; or it cannot, as it stands
+EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # call of a rank: eval_batch, train_batch, or one that it cannot run
 
 
 class WindowReport(NamedTuple):
-    """A rank's report of its window to the other ranks, as numbers."""
+    """Report of a rank to the others about its micro-batches for the next update (its window), as numbers."""
 
     available: float  # micro-batches that it read, or `FAILED`
     wanted: float  # micro-batches of the window
-    samples: float  # whether they are of `loop`, which counts samples
-    items: float  # whether a function counts their items
-    follows: float  # whether no part of its stage reads a batch, so that it does as the others do
+    samples: float  # whether the window comes from `loop`, which counts samples
+    items: float  # whether the caller passed a function that counts items
+    follows: float  # whether no part of its stage reads a batch, so that it adopts the window of the others
     does: float  # `EVALUATES`, `TRAINS` or `REFUSED`
 
     def words(self) -> str:
-        """Describe the kind of window for errors."""
+        """Describe the requested window for an error message."""
         kind = "a window of engine.loop" if self.samples else "an iterator"
         return f"{kind} for {int(self.wanted)} micro-batches{' with num_items' if self.items else ''}"
 
 
 @dataclass
 class AgreedWindow:
-    """A window on which all ranks have agreed."""
+    """Micro-batches of an update (a window) on which all ranks have agreed."""
 
-    batches: list[Any]  # of this rank; None for each where its stage reads none
-    samples: list[float] | None  # of each, empty where this rank has no data; None without a loop
-    items: bool  # whether a function counts items
+    batches: list[Any]  # this rank's micro-batches; list of None if its stage reads none
+    samples: list[float] | None  # samples of each, empty if this rank has no data; None without `loop`
+    items: bool  # whether the caller passed a function that counts items
 
 
 def agree(
@@ -54,14 +54,21 @@ def agree(
     trains: bool = True,
     refused: Exception | None = None,
 ) -> AgreedWindow:
-    """Read a window, and raise on all ranks if one of them cannot. All ranks must call this.
+    """Read the micro-batches of an update (a window); if one rank cannot, all raise. All ranks must call this.
 
     Args:
+        source: the caller's iterator or `Window`.
         wanted: this rank's number of micro-batches of the window.
         items: whether the caller passed a function that counts items.
         read: returns at most `wanted` micro-batches; None if no part of this stage reads batches.
         exchange: collective that returns the report of every rank, in rank order.
+        trains: True for train_batch, False for eval_batch.
         refused: reason why this rank cannot run; raised here after every rank knows.
+
+    Raises:
+        DataError: the data of a rank failed or ended early.
+        UsageError: ranks request different windows or calls.
+        PipelineError: another rank refused to run.
     """
     problem = refused
     batches: list[Any] = []
@@ -69,7 +76,7 @@ def agree(
     try:
         if (
             read is not None and refused is None and (samples is None or not items)
-        ):  # else it is refused, and stays whole
+        ):  # otherwise `_check` raises, and the source must not be consumed
             batches = read()
     except Exception as error:  # raised once every rank knows
         problem = error
@@ -91,7 +98,7 @@ def agree(
 
 
 def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
-    """Raise on all ranks if a window cannot start; returns the reports that determine its size, by rank."""
+    """Raise on all ranks if a window cannot start; returns the reports of ranks that read data, by rank."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
         raise PipelineError(f"the call was refused on rank {refused[0]}; see its traceback. No micro-batch was run")
@@ -119,7 +126,11 @@ def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
 
 
 def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: torch.device) -> list[Any]:
-    """Take at most `count` micro-batches from an iterator, and apply the function `through` to each."""
+    """Take at most `count` micro-batches from an iterator, apply `through` (None: nothing), and copy them to `device`.
+
+    Raises:
+        ArgumentError: `source` is not an iterator.
+    """
     if not hasattr(source, "__next__"):
         raise ArgumentError(
             f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
@@ -131,9 +142,11 @@ def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: 
 
 
 class WindowDriver:
-    """Runs the micro-batches of a window for the schedule's executor.
+    """Callbacks of the schedule's executor that run this rank's chunks of the model on a window's micro-batches.
 
     Args:
+        parts: this rank's chunks of the model.
+        window: accumulates the gradients and scales the losses.
         divided: the model itself divides its loss by the number of micro-batches.
         lookups: embeddings of this stage whose gradients can be sparse (by rows).
     """
@@ -149,13 +162,13 @@ class WindowDriver:
         self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
         self._counted: set[int] = set()  # micro-batches whose items are in the window's count
-        self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
-        self.samples: list[float] | None = None  # that the mean loss of each counts for, where a loop says so
+        self.items: list[float] | None = None  # items of each micro-batch, if losses are sums over items
+        self.samples: list[float] | None = None  # samples of each micro-batch, the weight of its loss; None: equal
         self.means = Means()
         self.training = True
 
     def begin(self, batches: list[Any], training: bool) -> None:
-        """Start a window of micro-batches."""
+        """Start a window with these micro-batches; `training`: run the loss function in the last part."""
         self.batches, self.training, self.means = batches, training, Means()
         self.ran = dict.fromkeys(self.ran, 0)
         self._counted.clear()
@@ -166,11 +179,14 @@ class WindowDriver:
         return self._parts[0].costs
 
     def words(self, chunk: int) -> str:
-        """Describe the layers of a chunk."""
+        """Return a description of a chunk's layers for messages."""
         return self._parts[chunk].words
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run forward of a chunk; in training, the last part returns its loss."""
+        """Run forward of a chunk on a micro-batch; returns the outputs, or in training the last part's loss.
+
+        `received` is the message of the previous part; chunk and micro-batch are given by their numbers.
+        """
         part, batch = self._parts[chunk], self.batches[micro]
         self.ran["forward"] += 1
         with by_rows(self._lookups if self.training else (), batch):
@@ -184,11 +200,17 @@ class WindowDriver:
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward; the chunk's gradients are reduced in the window's last micro-batch."""
+        """Run backward of a chunk on a micro-batch; the window's last micro-batch reduces the chunk's gradients.
+
+        Args:
+            roots: outputs of the chunk; for the last part, the loss.
+            gradients: received gradients of the roots; None for the last part.
+            run: runs autograd, called with roots and their gradients.
+        """
         window = self._window
         self.ran["backward"] += 1
         items = None if self.items is None else 0.0 if micro in self._counted else self.items[micro]
-        self._counted.add(micro)  # by its first chunk alone
+        self._counted.add(micro)  # count items only once, in the first chunk
         window.count(self._way, items)
         with self._pass(micro):
             if gradients is None:
@@ -201,7 +223,7 @@ class WindowDriver:
                 run([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
-        """Run the postponed weight gradients of a micro-batch."""
+        """Call `run`, which computes the postponed weight gradients of a micro-batch."""
         with self._pass(micro):
             run()
 
@@ -211,7 +233,7 @@ class WindowDriver:
 
     @contextmanager
     def _pass(self, micro: int) -> Iterator[None]:
-        """Context of computations that produce gradients of a micro-batch."""
+        """Enter the context of computations that produce gradients of a micro-batch."""
         self._window.force(micro == len(self.batches) - 1)
         with self._window.backward_pass(self._way, by_window=self._way is Way.MEAN and not self._divided):
             yield

@@ -1,7 +1,7 @@
-"""Engine of a pipeline: runs whole windows instead of forward, backward and step.
+"""Pipeline engine: `train_batch` runs all micro-batches of an update, in place of forward, backward and step.
 
-In `train_batch` a stage runs its row of the schedule (`deepspeed/pipe/executor.py`), and then the same update as any
-engine at the end of a window.
+In `train_batch` a stage runs its actions of the schedule (`deepspeed/pipe/executor.py`), and then the same update as
+any engine at the end of a window.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ _REDUCTIONS = ("avg", "sum", None)
 
 @functools.lru_cache(maxsize=16)
 def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSchedule:
-    """Create a schedule and check it with one simulated run."""
+    """Create a schedule, and check it with a simulated run; arguments and errors as in `make_schedule`."""
     schedule = make_schedule(name, stages, micros, chunks)
     simulate(schedule)
     return schedule
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a model whose layers are split into pipeline stages. Arguments as in `DeepSpeedEngine`.
+    """Engine that trains a model whose layers are split into pipeline stages. Arguments as in `DeepSpeedEngine`.
+
+    Raises NotAvailableError if the JSON combines the pipeline with features that it does not support, such as `sp`.
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
@@ -75,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._channel, self._sums = self._axes.everyone.channel(), 0
         self._same = [BatchCheck(axis, "are stages of one pipeline (pp)"), self._same_batches]
         self._compares_shared = axis.size > 1
-        self.metrics: dict[str, float] = {}  # of the last window: means over micro-batches and replicas, on every rank
+        self.metrics: dict[str, float] = {}  # of the last window: means over micro-batches and replicas, on all ranks
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -110,7 +112,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @staticmethod
     def _log_held(schedule: PipelineSchedule) -> None:
-        """Log the number of micro-batches that stages hold when weight gradients are postponed."""
+        """Log how many micro-batches' activations stages store, for a schedule that postpones weight gradients."""
         if schedule.splits:
             cost, plain = simulate(schedule), simulate(make_schedule("1f1b", schedule.stages, schedule.micros))
             together, later, one_f_one_b = (
@@ -124,12 +126,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     @staticmethod
     def _without(mesh: Mesh, dim: str) -> str:
-        """Describe the mesh in which the ranks along `dim` are data-parallel instead."""
+        """Describe the sizes of a mesh in which the ranks along `dim` are data-parallel instead, for an error."""
         sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
     def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
-        """Return the schedule: the actions of all stages in a window; it prints as text.
+        """Return the schedule: the actions of all stages for an update, or for an evaluation. It prints as text.
 
         Args:
             micros: number of micro-batches.
@@ -142,10 +144,13 @@ class PipelineEngine(DeepSpeedEngine):
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:
-        """Simulate a window; returns its time, the stored activations and the idle fraction.
+        """Simulate the schedule of an update with `micros` micro-batches.
 
-        Args:
-            micros: number of micro-batches.
+        Returns:
+            Its time in units of the stages' costs, the stored activations and the idle fraction.
+
+        Raises:
+            ArgumentError: the schedule does not support this number.
         """
         return simulate(self.schedule(micros), self._parts[0].costs)
 
@@ -157,11 +162,12 @@ class PipelineEngine(DeepSpeedEngine):
         """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks must call this.
 
         Args:
-            data_iter: yields this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
+            data_iter: iterator over this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
                 first and last stage only. None: `training_data`, or the iterator of `set_dataiterator`. A window of
                 `loop` may have fewer micro-batches.
-            num_items: returns the number of items (tokens) in the loss sum of a micro-batch; the gradient is that
-                of the total loss divided by their global count. None: losses are means with equal weights.
+            num_items: returns the number of items (tokens) of a micro-batch; losses are then sums over items, and the
+                gradient is that of the total loss divided by the total number. None: losses are means with equal
+                weights.
 
         Returns:
             The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
@@ -171,7 +177,8 @@ class PipelineEngine(DeepSpeedEngine):
             DataError: a rank's data ended before the window was full, or failed; nothing was computed.
             PipelineError: a stage failed (the message has its layers and micro-batch), or a rank is in evaluation mode
                 or inside `no_sync`.
-            UsageError: `num_items` with a window of `loop`, which counts samples; or ranks pass different windows.
+            UsageError: the engine has no optimizer, `num_items` is passed with a window of `loop`, which counts
+                samples, or ranks pass different windows.
         """
         if self._components.destroyed:
             raise self._components.without_optimizer("train_batch")
@@ -207,7 +214,7 @@ class PipelineEngine(DeepSpeedEngine):
         return mean
 
     def _compare_shared(self) -> None:
-        """Check after the first update that shared parameters are equal on all stages. All ranks must call this."""
+        """Raise an error if parameters that stages share (tied) differ between stages. All ranks must call this."""
         shared: dict[str, torch.Tensor] = {
             name: param
             for name, param in self.module.named_parameters()
@@ -217,7 +224,7 @@ class PipelineEngine(DeepSpeedEngine):
             check_shared(shared, self.mesh.axis("pp"))
 
     def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
-        """Return the last stage's sample counts, since other stages may have no data. All ranks must call this."""
+        """Return the last stage's numbers, or None if they are None. All ranks must call this."""
         return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
@@ -252,7 +259,13 @@ class PipelineEngine(DeepSpeedEngine):
             num_micro_batches: number of micro-batches; None: as in training.
 
         Returns:
-            The loss, 0-d fp32 (a list of them without reduction).
+            The loss, 0-d fp32 (a list of them without reduction); see `return_logits` and `compute_loss`.
+
+        Raises:
+            ArgumentError: `reduce_output` is unknown, or `data_iter` is not an iterator.
+            DataError: a rank's data ended early or failed.
+            UsageError: ranks make different calls.
+            PipelineError: a stage failed.
         """
         refused = None
         if reduce_output not in _REDUCTIONS:
@@ -300,7 +313,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _run(self, batches: list[Any], training: bool) -> list[Any]:
         self._driver.begin(batches, training)
         short = training and len(batches) < self._window.steps and self._name == "interleaved"
-        if short and len(batches) % self.num_stages:  # the end of a loop, which cannot be had in rounds
+        if short and len(batches) % self.num_stages:  # the last window of a loop, which is not a multiple of the stages
             schedule = validated("gpipe", self.num_stages, len(batches), self._chunks)
         else:
             schedule = self.schedule(len(batches), training)
@@ -313,7 +326,10 @@ class PipelineEngine(DeepSpeedEngine):
     def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
-        """Gather every rank's counts of the window. All ranks must call this; an error on one rank raises on all."""
+        """Gather every rank's counts of the window. All ranks must call this.
+
+        If `problem` is not None on one rank, all raise: that rank its problem, the others PipelineError.
+        """
         self._sums += 1
         mean = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
@@ -332,12 +348,12 @@ class PipelineEngine(DeepSpeedEngine):
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
-        """Send the metrics of the last stage to all ranks, which must call this after `_gather_counts`."""
+        """Set `metrics` on all ranks to the last stage's means; `counts` is the result of `_gather_counts`."""
         has_metrics = any(count.metrics for count in counts)
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
-        """Return the mean loss of a window on all ranks."""
+        """Return the mean loss of an update's micro-batches over all ranks, 0-d. All ranks must call this."""
         counts = self._gather_counts(losses, "mean loss of a window", sum(self._driver.items or ()))
         Count.check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
@@ -346,8 +362,8 @@ class PipelineEngine(DeepSpeedEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, with forward passes through all stages. All ranks must call this.
 
-        Every token is one pass over the whole sequence, without a cache: suited for samples during training, slow
-        otherwise. Random draws are those of rank 0. Arguments and result are the model's.
+        Each new token needs a pass over the whole sequence, without a KV cache: suited for samples during training,
+        slow otherwise. All ranks use the random state of the first stage. Arguments and result are the model's.
 
         Raises:
             PipelineError: the model has no `generate`, or a pass failed.
@@ -371,7 +387,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Set a loader for `train_batch()` without an argument; the loader restarts when it ends."""
+        """Set a loader for `train_batch()` without an argument; it is restarted whenever it ends."""
         self.training_dataloader, self._iterator = loader, self._endless(loader)
 
     @staticmethod
@@ -385,7 +401,7 @@ class PipelineEngine(DeepSpeedEngine):
                 return
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that is applied to each micro-batch."""
+        """Set a function that maps each micro-batch of the iterator to the micro-batch that is used."""
         self._batch_fn = fn
 
     def _fetch(
@@ -396,7 +412,12 @@ class PipelineEngine(DeepSpeedEngine):
         trains: bool = True,
         refused: Exception | None = None,
     ) -> AgreedWindow:
-        """Read the micro-batches of a window. All ranks must call this; ranks without data follow the others."""
+        """Read the micro-batches of a window and agree on it. All ranks must call this; see `pipeline_batches.agree`.
+
+        Args:
+            count: number of micro-batches; None: those of a `Window`, else as in training.
+            items: called with the micro-batches to count their items.
+        """
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
             if self._iterator is None and self.training_dataloader is not None:
@@ -426,37 +447,29 @@ class PipelineEngine(DeepSpeedEngine):
         )
         return [WindowReport(*row) for row in table]
 
-    # -- what scripts ask -----------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank has the first layers."""
+        """Return whether this rank is on the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank has the last layers."""
+        """Return whether this rank is on the last stage."""
         return self.stage_id == self.num_stages - 1
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches in a window."""
+        """Return the number of micro-batches per update (`gradient_accumulation_steps`)."""
         return self._window.steps
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise an error: pipelines have no separate forward.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` and `eval_batch` run forward."""
         raise PipelineError(
             "only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model"
         )
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """Raise an error: pipelines have no separate backward.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` runs backward."""
         raise PipelineError("backward() of a pipeline is a part of train_batch()")
 
     def loop(  # type: ignore[override]
@@ -468,10 +481,13 @@ class PipelineEngine(DeepSpeedEngine):
         Gradients, losses and metrics are weighted by real samples.
 
         Args:
-            loader: this rank's loader of any length, equal on all stages; None: `training_dataloader`, or nothing
-                if a stage of a PipelineModule needs no data.
+            loader: this rank's loader of any length, equal on all stages; None: `training_dataloader`. Stages of a
+                PipelineModule that need no data ignore it.
             policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
-            progress: show a live line on rank 0.
+            progress: show a live line on rank 0; None: only if the launcher has `--progress`.
+
+        Raises:
+            DataError: on all ranks, if the loader of a rank is missing, fails or has no batch.
 
         Example:
             >>> for window in engine.loop(loader):
@@ -484,16 +500,12 @@ class PipelineEngine(DeepSpeedEngine):
         return self._feeding.windows(loader, policy, progress)
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Raise an error: pipelines have no separate step.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raise PipelineError: in a pipeline, only `train_batch` updates the parameters."""
         raise PipelineError("step() of a pipeline is a part of train_batch()")
 
 
 class _MissingLoader:
-    """Placeholder for a missing loader, which raises an error on every rank."""
+    """Placeholder for a missing loader; its iteration raises, so that `equal_steps` raises on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
         raise ArgumentError("loop() needs a loader: there is no training_data either")

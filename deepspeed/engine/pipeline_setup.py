@@ -32,11 +32,15 @@ from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.parameters.prefetch import PrefetchLimits
 
-_PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
+_PROFILED_TOKENS = 512  # tokens per row; at most a model's positions minus two, since RoBERTa's begin at two
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Return whether the engine splits its model into pipeline stages; with a client's `mpu`, the client does so."""
+    """Return whether the engine must run a pipeline: for a `PipelineModule`, or if the JSON's mesh has pp and no `mpu`.
+
+    Args:
+        config: dict, path or base64 of the JSON.
+    """
     if isinstance(model, PipelineModule):
         return True
     return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
@@ -45,7 +49,16 @@ def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
 def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
     """Check that a model can be split into stages, before its values are created or moved.
 
-    All ranks must call this. Returns whether the model has no values (meta device); equal on all ranks.
+    All ranks must call this, and an error is raised on all.
+
+    Returns:
+        Whether the model has no values (meta device), equal on all ranks.
+
+    Raises:
+        UsageError: the model is on the meta device on some ranks only.
+        PipelineError: models differ between stages, or another rank raised an error.
+        NotAvailableError: the JSON has settings that a pipeline does not support.
+        ArgumentError: the optimizer has state already.
     """
     axis = mesh.axis(*DIMS)
     raise_together(
@@ -66,9 +79,16 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 
 
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
-    """Reduce a model to this rank's stage.
+    """Reduce a model in place to this rank's stage. All ranks must call this.
 
-    All ranks must call this. Returns the parts of the stage, by chunk; removed parameters also leave the optimizer.
+    Parameters of other stages are also removed from `optimizer`.
+
+    Returns:
+        The parts of the stage, one for each chunk.
+
+    Raises:
+        MeshError: a `PipelineModule` was built for other stages.
+        PipelineError: the model cannot be split, or stages share a parameter that is not tied.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     if isinstance(model, PipelineModule):
@@ -115,13 +135,13 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
             return raise_together(axis, lambda: find(section.partition), make_error)
         raise_together(
             axis, lambda: find("uniform"), make_error
-        )  # it can be cut on all ranks, which meet to compare what they measure
-    with alarmed(lambda: "looking for where to split", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
+        )  # all ranks can split the model, so that all reach the collectives of the measurement
+    with alarmed(lambda: "looking for where to split", (DeepSpeedError,)):  # it has collectives: gathers or medians
         return find(section.partition, meter)
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
-    """Return a meter that times blocks on every rank, on up to 512 tokens per row, and takes the median over ranks."""
+    """Create a function that times blocks on all ranks, on at most 512 tokens per row, and returns the medians."""
 
     def measured(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -140,18 +160,18 @@ meters: Replaceable[Callable[[DeepSpeedConfig, Mesh], Meter | None]] = Replaceab
 
 
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Reshard parameters that were created over all stages to their own stage. All ranks must call this."""
+    """Reshard parameters that are sharded over all ranks to the ranks of their own stage. All ranks must call this."""
     shards = config.zero.stage == 3
     with alarmed(lambda: "laying parameters over the ranks of their stage"):
         shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Check that the ranks of a pipeline have the same model, parameter by parameter. All ranks must call this."""
+    """Raise PipelineError unless all stages got the same model, parameter by parameter. All ranks must call this."""
     if isinstance(model, PipelineModule):
         names = model.description()
     else:
-        first: dict[int, str] = {}  # a parameter is known by the first of its names
+        first: dict[int, str] = {}  # first name of each parameter, by id
         names = [
             f"{name} {list(param.shape)} {param.dtype}"
             + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
@@ -170,7 +190,7 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a parameter on several stages is placed as a tied copy on all of them. All ranks must call this."""
+    """Raise PipelineError if a parameter is on several stages, but not as a tied copy. All ranks must call this."""
     copies = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
     everyone = object_exchange.current.gather_present(mesh.axis("pp"), copies)
     first: dict[str, int] = {}
@@ -205,7 +225,10 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 
 
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
-    """Return the parameters, or groups of parameters, that belong to this stage."""
+    """Return the parameters, or parameter groups, that belong to this stage, for its optimizer.
+
+    None stays None (all trainable parameters) unless the stage has none; then the result is one empty group.
+    """
     left = set(model.parameters())
     if parameters is None:
         return None if any(param.requires_grad for param in left) else [{"params": []}]
@@ -219,7 +242,12 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
 
 
 def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
-    """Return the prefetch limits of a pipeline, whose stages may keep gathered units for a window; logs the costs."""
+    """Return ZeRO-3's prefetch limits for a pipeline stage, and log the cost of both choices.
+
+    Args:
+        held: number of parameter elements of this stage.
+        limits: limits from the JSON, used with `pipeline.stage3_gather` "auto".
+    """
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
     log_rank0(
@@ -239,12 +267,20 @@ def generate(
     """Call a model's own `generate` with forward passes through all stages. All ranks must call this.
 
     Args:
+        axis: the ranks of the pipeline.
         outputs_of: runs the model's forward through all stages with keyword arguments; returns the outputs on the last
             stage, else None.
+        args, kwargs: arguments of the model's `generate`.
+
+    Returns:
+        The result of `generate`, on all ranks.
+
+    Raises:
+        PipelineError: the model has no `generate`, or calls forward with positional arguments.
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")
-    # All stages draw the random numbers of the first one; afterwards each goes on where it was.
+    # All stages use the random state of the first one; afterwards each has its own state again.
     with _through_stages(model, axis, outputs_of):
         state = all_gather_objects(axis, torch.get_rng_state())[0]
         with torch.random.fork_rng(devices=[]):
@@ -254,7 +290,7 @@ def generate(
 
 @contextmanager
 def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Redirect calls of the model to all stages; every rank gets the last stage's outputs."""
+    """Let calls of the model inside the context run all stages and return the last stage's outputs on every rank."""
     own, before, inside = model.forward, vars(model).get("forward"), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -271,12 +307,12 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
         local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
         return all_gather_objects(axis, local_outputs)[-1]
 
-    # The signature of forward is read by `generate` to see which arguments the model takes.
+    # `generate` reads the signature of forward to find out the model's arguments.
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
     model.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         del model.forward
-        if before is not None:  # a client's own
+        if before is not None:  # the client had replaced forward
             model.forward = before

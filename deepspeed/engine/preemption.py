@@ -18,16 +18,16 @@ from deepspeed.foundation.log import log_once, log_rank0
 REQUEUE = 85
 """Exit code after a save that a signal requested."""
 GRACE_S = 30.0
-"""Maximum time between the signal and the end; the launcher can set another one."""
+"""Maximum seconds between the signal and the end of the process; the variable DS_GRACE overrides it."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHED_BY = ("DS_JOB_ID", "SLURM_JOB_ID", "TRAINING_JOB_NAME", "KUBERNETES_SERVICE_HOST")
 
 _listening: weakref.WeakSet[Preemption] = weakref.WeakSet()
-_process = [0]  # the one that listens: forked loader workers inherit the handler and not its meaning
+_process = [0]  # id of the process that must save; forked loader workers inherit the handler but must not save
 
 
 class Preemption:
-    """Saves an engine's checkpoint and exits after a preemption signal."""
+    """Checkpoint and exit of an engine after a preemption signal."""
 
     def __init__(self, state: EngineState, checkpoints: CheckpointIO) -> None:
         self._state, self._checkpoints = state, checkpoints
@@ -58,7 +58,10 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """Save and exit with code 85 if all ranks have agreed to stop after this update."""
+        """Save all engines and raise SystemExit(85) if all ranks have agreed to stop after this update.
+
+        All ranks must call this after each update; raises CommError if another rank has failed.
+        """
         number = watchdog.here.end_of_step()
         if number == 0:
             return
@@ -83,14 +86,14 @@ class Preemption:
     def _on_signal(number: int, _: Any) -> None:
         known = any(engine.can_save for engine in _listening)
         if known and os.getpid() == _process[0] and stopping.request == number:
-            return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
+            return  # the same signal twice: directly from the scheduler, and through the launcher's agent
         if known and os.getpid() == _process[0] and not stopping.request:
             stopping.ask(number)
             Preemption._end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
             return
         left = watchdog.here.seconds_to_end()
         if left and os.getpid() == _process[0]:
-            # The launcher ends what another's death has left: this rank's report comes first.
+            # The launcher ends the remaining ranks after a failure: first print this rank's report.
             Preemption._end_after(left, number)
             return
         signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: the default action

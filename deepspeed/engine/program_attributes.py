@@ -1,4 +1,4 @@
-"""Attributes and methods of upstream's engine that client programs use."""
+"""Attributes and methods of the original DeepSpeed's engine that client programs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-# Methods that programs put in the place of the reference's. No engine here has them, so the replacement has no effect.
+# Methods of the original DeepSpeed's engine that programs replace. This engine does not have them.
 _REPLACED = (
     "_broadcast_model",
     "_configure_optimizer",
@@ -28,7 +28,7 @@ _REPLACED = (
 
 
 def warn_of_replaced_methods(engine: type) -> None:
-    """Warn about methods that a program has replaced on the engine's class without effect."""
+    """Warn about methods that a program has set on the engine's class and that the engine does not call."""
     for name in _REPLACED:
         if hasattr(engine, name):
             warn_once(
@@ -37,7 +37,7 @@ def warn_of_replaced_methods(engine: type) -> None:
 
 
 class ProgramAttributes:
-    """Read-only attributes of upstream's engine, computed from the engine's state.
+    """Attributes and methods of the original DeepSpeed's engine that have no other implementation here.
 
     Attributes:
         warn_unscaled_loss: accepted without effect; `backward` raises for a loss that was scaled manually.
@@ -54,7 +54,7 @@ class ProgramAttributes:
 
     @property
     def dist_backend(self) -> str:
-        """Return the name of the communication backend."""
+        """Return torch's name of the communication backend; raises UsageError without a process group."""
         return get_backend()
 
     @property
@@ -65,7 +65,7 @@ class ProgramAttributes:
 
     @property
     def _support_torch_style_backward(self) -> bool:
-        """Return whether `loss.backward()` is equivalent to `engine.backward(loss)`; true if losses are not scaled."""
+        """Return True: `loss.backward()` is equivalent to `engine.backward(loss)` if losses are not scaled."""
         return True
 
     def random_ltd_enabled(self) -> bool:
@@ -77,23 +77,15 @@ class ProgramAttributes:
         return self._state.ds_config.fp16.fp16_master_weights_and_grads
 
     def get_compile_time(self) -> float:
-        """Return the seconds of graph compilation; only `engine.compile()` compiles."""
+        """Return 0.0, in place of the seconds of graph compilation, which are not measured."""
         return 0.0
 
     def set_data_post_process_func(self, post_process_func: Any) -> None:
-        """Raise an error: post-processing of data is not available.
-
-        Raises:
-            NotAvailableError: always.
-        """
+        """Raise NotAvailableError: post-processing of batches is not available."""
         raise NotAvailableError("set_data_post_process_func is not available yet: it belongs to data efficiency")
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
-        """Log the time of a forward pass.
-
-        Args:
-            fwd_time: milliseconds.
-        """
+        """Log the time of a forward pass, `fwd_time` in milliseconds."""
         log_rank0(f"forward: {fwd_time:.2f} ms")
 
     def _report_progress(self: Any, step: int) -> None:
@@ -106,7 +98,14 @@ class ProgramAttributes:
             Path(save_path, name).write_bytes(text)
 
     def full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None) -> torch.Tensor | None:
-        """Return a parameter's master, or a tensor of its optimizer state; see `deepspeed.utils.safe_get_full_*`."""
+        """Return the whole fp32 master of a parameter, or a whole tensor of its optimizer state. Collective.
+
+        Args:
+            optim_state_key: name of the state tensor, such as "exp_avg"; None: the master.
+
+        Returns:
+            The result of `safe_get_full_fp32_param` or `safe_get_full_optimizer_state`, which can be None.
+        """
         if optim_state_key is None:
             return safe_get_full_fp32_param(param)
         return safe_get_full_optimizer_state(param, optim_state_key)

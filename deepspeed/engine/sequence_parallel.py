@@ -26,7 +26,10 @@ BARE = (
 
 
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
-    """Convert a model to sequence slices if the mesh has sequence-parallel ranks."""
+    """Adapt a Transformers model in place to inputs that are slices of a sequence, if the mesh has several `sp` ranks.
+
+    `mpu` may be the object that `UlyssesSPAttentionHF` returned, which has settings of the adaptation.
+    """
     settings = settings_of(mpu)
     cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
 
@@ -35,21 +38,22 @@ class Sequencing:
     """Batches and losses of sequence-parallel ranks.
 
     Args:
-        verify: compare the model with its computation on whole sequences.
-        recompute: in backward, exchange again the data that would otherwise be kept besides a rank's share.
+        model: model after `share_sequence`.
+        verify: let `prove` compare the model with its computation on whole sequences.
+        recompute: repeat exchanges in backward instead of storing the data of other ranks from forward.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, verify: bool, recompute: bool) -> None:
         self._axis, self._verify = mesh.axis("sp"), verify
         self.active = self._axis.size > 1
-        # Who computes with these layers.
+        # All ranks that compute with these layers.
         self._everyone = mesh.axis(*(dim for dim in DIMS if dim != "pp")) if self.active else self._axis
         self._models = sequence_models(model) if self.active else []
         for adapted in self._models:
             adapted.recompute = recompute
         self._names = list(inspect.signature(model.forward).parameters) if self.active else []
         self._batches = self._losses = COMPARED if self.active else 0
-        self._whole = False  # each rank is given the whole batch
+        self._whole = False  # whether each rank receives the whole batch
 
     def close(self) -> None:
         for model in self._models:
@@ -57,7 +61,10 @@ class Sequencing:
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compare the model with its computation on whole sequences, unless disabled. All ranks must call this."""
+        """Compare the model with its computation on whole sequences, if `verify`. All ranks must call this.
+
+        `around` creates the context of each comparison. Raises SequenceParallelError if the results differ.
+        """
         for model in self._models if self._verify else []:
             with around():
                 prove(model, self._everyone)
@@ -65,7 +72,8 @@ class Sequencing:
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return this rank's slice of the arguments of a forward in training. All ranks must call this.
 
-        The first ten batches are compared: equal batches are whole, others must be slices of one sequence.
+        The first ten batches are compared between ranks. Equal batches are sliced here; others must be slices of the
+        same sequence already, else an error is raised on all ranks.
         """
         if self._batches:
             self._batches -= 1
@@ -81,7 +89,7 @@ class Sequencing:
         return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
 
     def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether all ranks received the same batch."""
+        """Return whether all ranks received the same batch; raises if batches are no slices of one sequence."""
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         digests = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
@@ -99,7 +107,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Check that a loss is equal on all ranks of a sequence, for the first ten losses. All ranks must call this."""
+        """Raise UsageError if one of the first ten losses differs between ranks of a sequence. All must call this."""
         if not self._losses:
             return
         self._losses -= 1

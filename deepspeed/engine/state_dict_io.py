@@ -35,15 +35,17 @@ _windows: weakref.WeakKeyDictionary[nn.Module, SaveWindow] = weakref.WeakKeyDict
 
 
 class SaveWindow:
-    """The last gathered weights, valid until one of them changes; `save_pretrained` of a submodule saves them.
+    """Weak references to the last gathered weights, which `save_pretrained` of submodules saves until one changes.
 
-    A client gathers the whole weights, drops them, and calls `save_pretrained` of a submodule. Gathering is a
-    collective, but the later call may run on one rank or on all. So `save_pretrained` of a submodule of a sharded model
-    uses the last gathered weights, while some object holds them and none has changed: rank 0 writes them, and the
-    others write nothing. No collective runs, and no tensor is kept alive for this purpose.
+    A client gathers the whole weights and then calls `save_pretrained` of a submodule. Gathering is a collective, but
+    the later call may run on one rank or on all. So `save_pretrained` of a submodule of a sharded model uses the last
+    gathered weights if they still exist and none has changed: rank 0 writes them, and the others write nothing. No
+    collective runs, and no tensor is kept alive for this purpose.
 
     Args:
+        module: the model.
         state: the whole weights by name, on rank 0; None on other ranks.
+        groups: sharded groups of the model.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class SaveWindow:
 
     @property
     def open(self) -> bool:
-        """Return whether no value has changed."""
+        """Return whether no weight has changed since the gather."""
         groups = [(group(), changes) for group, changes in self._changes]
         return all(group is not None and group.changes == changes for group, changes in groups)
 
@@ -85,7 +87,10 @@ class SaveWindow:
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a submodule's class with the last gathered weights."""
+    """Call `save_pretrained` of a submodule's class with the last gathered weights, if they are still valid.
+
+    Ranks other than 0 then write nothing and return None. With a `state_dict` argument, the call is unchanged.
+    """
     save, window = getattr(type(self), _METHOD), _windows.get(self)
     if window is None or kwargs.get("state_dict") is not None or not window.open:
         return save(self, *args, **kwargs)
@@ -97,16 +102,16 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WeightsIO:
-    """Weights of an engine in the forms that users and clients exchange."""
+    """Reading and writing of an engine's whole weights."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._mixed = ""  # what broke a load in the middle; empty: the state is of one piece
-        self._mixed_optimizer = False  # that load was of the optimizer too
+        self._mixed = ""  # error of a load that failed midway and left old and new values; empty: none
+        self._mixed_optimizer = False  # whether that load included optimizer state
         self._mixed_guard: Any = None
 
     def check_custom(self, view: StateView) -> None:
-        """Raise for a client's load function if whole tensors do not fit the module."""
+        """Raise ArgumentError for a client's load function, which gets whole tensors, if this rank has slices."""
         if view.cut:
             raise ArgumentError(
                 "custom_load_fn gets whole tensors, and this rank holds slices of the model; load without it"
@@ -114,9 +119,13 @@ class WeightsIO:
 
     @contextmanager
     def replacing(self, optimizer: bool = False) -> Iterator[None]:
-        """Mark the engine as invalid while tensors are replaced; after a failure, until a load succeeds.
+        """Mark the engine as invalid if replacing tensors fails inside the context, until a load succeeds.
 
-        Checksums are verified while bytes are read into place, so a failure can leave a mix of old and new values.
+        Checksums are verified while bytes are read into place, so a failure can leave a mix of old and new values. All
+        ranks must enter the context together.
+
+        Args:
+            optimizer: optimizer state is replaced too.
         """
         meet_before_change(self._state.components.groups)
         try:
@@ -132,7 +141,7 @@ class WeightsIO:
             self._mixed, self._mixed_optimizer, self._mixed_guard = "", False, None
 
     def check_whole(self) -> None:
-        """Raise if a load has failed midway."""
+        """Raise UsageError if the last load has failed midway and left a mix of old and new values."""
         if self._mixed:
             raise UsageError(
                 f"the last load failed in the middle and left old and new values side by side ({self._mixed}); load "
@@ -147,10 +156,14 @@ class WeightsIO:
         Args:
             save_dir: folder of the file.
             save_filename: name of the file; the ending `.safetensors` selects that format.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            exclude_frozen_parameters: omit parameters that do not require a gradient.
 
         Returns:
-            False, with a message, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
+            True; at stage 3 without `stage3_gather_16bit_weights_on_model_save` False, and nothing is written.
+
+        Raises:
+            UsageError: the last load has failed midway.
+            OSError: writing failed; other ranks raise CheckpointError.
         """
         if self._state.ds_config.zero.stage == 3 and not self._state.ds_config.zero.gather_16bit_weights_on_model_save:
             logger.warning(
@@ -177,7 +190,7 @@ class WeightsIO:
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """Gather the whole model on rank 0's CPU, else return None, group by group. All ranks must call this."""
+        """Return the whole model's state dict on the CPU of rank 0, None on other ranks. All ranks must call this."""
         state_dict: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -186,7 +199,7 @@ class WeightsIO:
         batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
         names = {id(param): name for name, param in self._state.module.named_parameters()}
         for params in batches:
-            # What a client has taken out of the module since, as `weight_norm` does, is not part of it.
+            # Skip parameters that were removed from the module since, as by `weight_norm`.
             inside = [p for p in params if id(p) in names]
             wanted = [p for p in inside if p.requires_grad or not exclude_frozen_parameters]
             with GatheredParameters(wanted):
@@ -210,7 +223,7 @@ class WeightsIO:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """Call `_consolidated_16bit_state_dict`; only for stage 3."""
+        """Call `_consolidated_16bit_state_dict`; raises ArgumentError at other stages than 3."""
         stage = self._state.ds_config.zero.stage
         if stage != 3:
             raise ArgumentError(f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {stage}")
@@ -226,10 +239,10 @@ class WeightsIO:
         """Return the module's state dict; sharded parameters are placeholders, which gather when they are read.
 
         Args:
-            destination: a dict to fill.
+            destination: dict to fill; None: a new one.
             prefix: prefix of every name.
             keep_vars: return the parameters themselves instead of detached tensors.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            exclude_frozen_parameters: omit parameters that do not require a gradient.
         """
         state = self._state.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -258,6 +271,7 @@ class WeightsIO:
 
         Raises:
             CheckpointError: names differ and `strict`, or a shape differs.
+            ArgumentError: `custom_load_fn` is passed, but this rank has slices of the model.
         """
         inside = checkpoint.get("module")
         state = inside if isinstance(inside, Mapping) else checkpoint
@@ -279,7 +293,7 @@ class WeightsIO:
         return loaded
 
     def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, ManifestEntry], load.Loaded]:
-        """Call `load.compare` with the same outcome on all ranks."""
+        """Call `load.compare` so that an error on one rank raises on all. All ranks must call this."""
         if not self._state.sliced:
             return load.compare(view, source, strict)
         elsewhere = self._state.names_elsewhere(view)
@@ -291,12 +305,16 @@ class WeightsIO:
         """Load a state dict, also into sharded parameters; names may begin with `module.`.
 
         Args:
-            state_dict: whole weights, the same on all ranks. All ranks must call this.
+            state_dict: whole weights, the same on all ranks, which must all call this.
             strict: require equal names, and load every element of the model.
-            assign: not supported: parameters keep their identity.
+            assign: only False is supported: values are copied into the existing parameters.
 
         Returns:
             Missing and unexpected names, as in torch.
+
+        Raises:
+            ArgumentError: `assign` is true.
+            CheckpointError: names differ and `strict`, or a shape differs.
         """
         if assign:
             raise ArgumentError("load_state_dict(assign=True) would replace parameters that the engine holds")
@@ -305,7 +323,7 @@ class WeightsIO:
         return torch.nn.modules.module._IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
-        """Stream Hugging Face safetensors into the engine. Every rank reads only its part.
+        """Load Hugging Face safetensors into the engine. Every rank reads only its part; all ranks must call this.
 
         Args:
             path: a folder written by `save_pretrained`, or a safetensors file.
@@ -313,6 +331,9 @@ class WeightsIO:
 
         Returns:
             The number of loaded elements.
+
+        Raises:
+            CheckpointError: the files are missing or invalid, names differ and `strict`, or a shape differs.
         """
         self._state.forget_window()
         view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.everyone))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """Return the bytes of tensors in memory, each storage once; meta tensors of a simulation count as real ones."""
+    """Return the bytes of tensors in memory, each storage once; None and offloaded tensors count 0, meta ones fully."""
     here = [t.untyped_storage() for t in tensors if t is not None and not isinstance(t, Away)]
     storages = {s._cdata: s.nbytes() for s in here}
     return sum(storages.values())
@@ -29,8 +29,8 @@ def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | N
     """Return this rank's training state by kind.
 
     Returns:
-        `parameters` between uses, `masters`, `gradients`, `optimizer`, and `gathered`: the full buffers of stage 3 that
-        are in memory besides the slices.
+        Tensors of `parameters` (shards if they are gathered before use), `masters`, `gradients` and `optimizer`, and
+        `gathered`: the buffers of stage 3 for whole parameters that are in memory besides the shards.
     """
     groups = components.groups
     gathered = [g.full for g in groups if g.policy.gathers_before_use]

@@ -1,4 +1,4 @@
-"""Split of a full model over the `tp` ranks, and weight quantization of inference-only models."""
+"""Split of a full model over tensor-parallel ranks, and weight quantization of models that are not trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def axes_cut_by_model(model: nn.Module) -> list[Asked]:
-    """Return the axis over which `tp_model_init` or `PipelineModule` has already split a model."""
+    """Return the mesh dims over which `tp_model_init` or `PipelineModule` has already split a model, with sizes."""
     plan = plan_of(model)
     axes = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
     stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
@@ -33,7 +33,17 @@ def axes_cut_by_model(model: nn.Module) -> list[Asked]:
 
 
 def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
-    """Split a dense model over the `tp` ranks of the mesh, unless the model is already split."""
+    """Split a whole model in place over the `tp` ranks of the mesh. All ranks must call this.
+
+    Does nothing if the model is already split, or if `mpu` is given and the JSON has no `tp` size: then the client has
+    split it.
+
+    Raises:
+        ArgumentError: the optimizer has state already.
+        NotAvailableError: the JSON also enables compression.
+        TensorParallelError: the model cannot be split, or in `strict_mode` a matrix is not split.
+        DeepSpeedConfigError: an entry of `layer_specs` is invalid.
+    """
     cuts = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
     if mesh.size("tp") == 1 or not cuts or is_cut(model):
         return
@@ -44,7 +54,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         if block != type(block)():
             raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
     section = config.top.tensor_parallel
-    same_file(mesh.axis(*DIMS), section.plan_file, mesh.coordinates["pp"])  # rows of tp have one plan too
+    same_file(mesh.axis(*DIMS), section.plan_file, mesh.coordinates["pp"])  # all ranks must read the same plan
     plan = cut_over(
         mesh,
         model,
@@ -63,7 +73,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
 
 
 def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
-    """Return a function that shards slices over all pipeline stages before the model is cut into stages."""
+    """Create a function that shards slices over the ranks of all stages, before the model is split into stages."""
     axis = mesh.axis(*REPLICATED, "pp")
 
     def settle(unit: nn.Module) -> None:
@@ -75,7 +85,7 @@ def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
 
 
 def _specs(section: PartitionConfig, config: Any) -> Specs:
-    """Return the layer specs that apply to this model."""
+    """Return the layer specs that apply to a model with this Hugging Face config; DeepSpeedConfigError if invalid."""
     specs = []
     for index, spec in enumerate(section.layer_specs):
         where = f"tensor_parallel.partition_config.layer_specs[{index}]"
@@ -93,9 +103,9 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Raise for an optimizer whose update reads whole matrices, if this package has split the model.
+    """Raise OptimizerError for an optimizer whose update reads whole matrices, if this package has split the model.
 
-    With a client's `mpu`, the client has split the matrices and chosen an optimizer for slices, as in Megatron-LM.
+    A client that splits its model itself and passes `mpu` has chosen an optimizer for slices, as in Megatron-LM.
     """
     if optimizer is None or not needs_whole_tensors(optimizer):
         return
@@ -110,7 +120,12 @@ def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any) -> None:
-    """Quantize the weights that `weight_quantization` selects, in a model that is not trained."""
+    """Quantize in place the weights that `weight_quantization` of the JSON selects, in a model that is not trained.
+
+    Raises:
+        ArgumentError: an optimizer or `parameters` are given.
+        NotAvailableError: the mesh has tensor or pipeline parallelism.
+    """
     section = config.top.weight_quantization
     options = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
     if not any(options.values()):

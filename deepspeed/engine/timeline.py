@@ -1,4 +1,4 @@
-"""Timeline of selected updates: records spans on every rank, gathers them on the first, and writes the files."""
+"""Timeline of selected updates: spans are recorded on every rank, gathered on the first, and written to files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.spans import Span, now, recorder
 from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
 
-_ROUNDS = 9  # of comparing clocks
+_ROUNDS = 9  # rounds of comparing clocks
 
 
 class Tracing:
-    """Records from the end of the update before `start_step`."""
+    """Recording of the timeline of an engine, from the end of the update before `start_step` (`timeline` block).
+
+    Attributes:
+        timeline: the complete timeline, on rank 0; None before and on other ranks.
+    """
 
     def __init__(self, state: EngineState, memory: MemoryReport) -> None:
         self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
@@ -31,7 +35,7 @@ class Tracing:
         self.timeline: Timeline | None = None
 
     def after_update(self) -> None:
-        """Check after an update, counted by `global_steps`, whether to start or finish recording."""
+        """Start or finish recording if the update that has just ended requires it. All ranks must call this."""
         if not self._due:
             return
         done, section = self._state.global_steps, self._section
@@ -48,7 +52,7 @@ class Tracing:
             self._marks = [now()]
 
     def close(self) -> None:
-        """Stop recording; an engine that ends early has no timeline."""
+        """Stop recording; a timeline that is not complete is dropped."""
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -57,7 +61,7 @@ class Tracing:
         self._due = False
 
     def _finish(self) -> None:
-        """Gather and write the timeline. All ranks call this, since all count the same updates."""
+        """Gather the spans on rank 0, which creates and writes the timeline. All ranks must call this."""
         self.close()
         spans, lost = recorder.take()
         axis = self._state.everyone
@@ -80,7 +84,7 @@ class Tracing:
     def _ahead(group: Any) -> int:
         """Return the nanoseconds by which this rank's clock is ahead of the first rank's. All ranks must call this.
 
-        Processes of one machine have the same clock. Others compare theirs in several rounds after a barrier.
+        Processes of one machine have the same clock. Otherwise ranks compare clocks in several rounds after a barrier.
         """
         clocks: list[Any] = [None] * group.size()
         all_gather_object(clocks, boot(), group=group)

@@ -25,21 +25,21 @@ from deepspeed.optim.build import nearest
 from deepspeed.sequence.batches import slice_batch
 
 POLICIES = ("drop", "pad", "cycle")
-# What a rank tells the others of its next batch: its loader failed, has just ended, had ended before, has a batch; or
-# that it needs none, and goes along with the others.
+# Flags of a rank's next batch: its loader failed, has just ended, had ended before, or has a batch; `ALONG`: the rank
+# needs no data and makes as many steps as the others.
 FAILED, ENDING, ENDED, READY = range(4)
 ALONG = -1
 Agree = Callable[[int], tuple[int, int]]
 
 
 def count_samples(batch: Any) -> int:
-    """Return the size of dim 0 of the first tensor or numpy array in nested containers; 1 if there is none."""
+    """Return the size of dim 0 of the first tensor or numpy array in a nested batch; 1 if there is none."""
     first = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
     return int(first.shape[0]) if first is not None and len(first.shape) else 1
 
 
 class _BatchReader:
-    """One rank's loader or None. Batches are read one at a time, so that all ranks learn of failures."""
+    """Reader of this rank's loader (None: no data) that exchanges the result of each read with all ranks."""
 
     def __init__(self, loader: Iterable[Any] | None, agree: Agree) -> None:
         self.loader: Any = loader
@@ -51,7 +51,7 @@ class _BatchReader:
         self.problem: Exception | None = None
 
     def advance(self, *, cycle: bool) -> int:
-        """Read the next batch, with `cycle` also from another pass; returns the flag for the other ranks."""
+        """Read the next batch; returns the flag for the other ranks. `cycle`: restart a loader that has ended."""
         if self.loader is None:
             return ALONG
         if self.ended:
@@ -62,7 +62,7 @@ class _BatchReader:
         return ENDING if self.ended else FAILED
 
     def cycle(self) -> int:
-        """Read the next batch of another pass; returns the flag for the other ranks."""
+        """Restart the loader if it has ended, and read its next batch; returns the flag for the other ranks."""
         if self.loader is None:
             return ALONG
         for _ in range(2):  # the second try starts the loader again
@@ -88,7 +88,10 @@ class _BatchReader:
         return False
 
     def exchange(self, flag: int) -> tuple[int, int]:
-        """Return the minimum and maximum flag of all ranks; raises on all ranks if one has failed."""
+        """Return the minimum and maximum flag of all ranks; if a loader has failed, raises on all ranks.
+
+        Its own rank raises the loader's error, the other ranks raise DataError.
+        """
         low, high = self.agree(flag)
         if self.problem is not None:
             raise self.problem
@@ -113,6 +116,9 @@ def equal_steps(
         policy: "drop" ends with the shortest loader; "pad" ends with the longest, and the others repeat their last
             batch with weight 0; "cycle" ends with the longest, and the others restart.
         weigh: called with the number of samples of the next batch, 0 for a padded one.
+
+    Raises:
+        DataError: the policy is unknown, a rank has no batch at all, or the loader of another rank failed.
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
@@ -125,7 +131,7 @@ def equal_steps(
         if high <= ENDED or (policy == "drop" and low <= ENDED):
             return
         if policy == "cycle" and low == ENDING:
-            # Some rank has to start again, and may fail; the others hear of it before they step.
+            # The loaders that ended restart and may fail; the other ranks must know that before they step.
             reader.exchange(reader.cycle() if reader.batches is None else READY)
         reader.steps += 1
         weigh(0.0 if reader.ended and policy == "pad" else float(count_samples(reader.batch)))
@@ -133,7 +139,7 @@ def equal_steps(
 
 
 class Window:
-    """Iterator over the micro-batches between two updates."""
+    """Iterator over the micro-batches between two updates; `samples` is the number of samples of each."""
 
     def __init__(self, batches: list[Any], samples: list[float]) -> None:
         self._batches, self.samples = deque(batches), samples
@@ -147,11 +153,16 @@ class Window:
     def __next__(self) -> Any:
         if not self._batches:
             raise StopIteration
-        return self._batches.popleft()  # nothing else keeps it alive while it runs
+        return self._batches.popleft()  # the caller then has the only reference
 
 
 class TrainLoop:
-    """Iteration over data loaders for an engine; `flush` applies an incomplete window."""
+    """Iteration over data loaders for an engine.
+
+    Args:
+        training: returns whether the engine is in train mode.
+        flush: updates the parameters with the gradients of an incomplete accumulation window.
+    """
 
     def __init__(
         self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
@@ -170,7 +181,7 @@ class TrainLoop:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """Create a loader over this rank's part of a dataset; ranks of a sequence get slices of one batch.
+        """Create a loader over this rank's part of a dataset; sequence-parallel ranks get slices of the same batch.
 
         Args:
             dataset: map-style or iterable dataset.
@@ -179,7 +190,10 @@ class TrainLoop:
             pin_memory: page-lock batches if there is a device.
             data_sampler: replacement for the distributed sampler.
             collate_fn: as in torch's DataLoader.
-            num_local_io_workers: number of loader processes.
+            num_local_io_workers: number of loader processes; None: 0.
+
+        Raises:
+            DataError: the dataset is unsuitable or empty; see `DeepSpeedDataLoader`.
         """
         sequence = self._state.axes.mesh.axis("sp")
         return DeepSpeedDataLoader(
@@ -204,6 +218,9 @@ class TrainLoop:
             policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
             progress: show a live line on rank 0: step, loss of this rank, samples per second of all ranks, remaining
                 time if the loader has a length, memory. None: only if the launcher has `--progress`.
+
+        Raises:
+            DataError: on all ranks, if the loader of a rank fails or has no batch, or the policy is unknown.
         """
         with self._shown(loader, progress):
             try:
@@ -214,14 +231,17 @@ class TrainLoop:
                 self._state.window.weigh(None)
 
     def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
-        """Yield windows for a pipeline, of `gradient_accumulation_steps` micro-batches; the last may have fewer."""
+        """Yield a pipeline's windows of `gradient_accumulation_steps` micro-batches; the last may have fewer.
+
+        `loader` is None on ranks that need no data; other arguments and errors as in `loop`.
+        """
         batches, samples = list[Any](), list[float]()
         with self._shown(loader, progress):
             for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
                 batches.append(batch)
                 del batch
                 if len(batches) == self._state.window.steps:
-                    window = Window(batches, list(samples))  # which alone holds them while it is run
+                    window = Window(batches, list(samples))  # has the only references to the batches
                     batches.clear()
                     samples.clear()
                     yield window
@@ -245,11 +265,11 @@ class TrainLoop:
         finally:
             if shown:
                 self._instruments.stop_progress()
-                if live.asked():  # what follows the loop is shown too
+                if live.asked():  # also show the steps after the loop
                     self._instruments.start_progress(None)
 
     def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
-        """Return (minimum, maximum) of all ranks' flags, except those of ranks without data."""
+        """Return (minimum, maximum) of all ranks' flags, except `ALONG`. All ranks must call this."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
         table = scalars.current.table(self._state.axes.everyone, [float(flag)], tag, label, self._state.device)
@@ -257,6 +277,6 @@ class TrainLoop:
         return min(flags), max(flags)
 
     def _weigh(self, samples: float) -> None:
-        """Set the number of samples that the next micro-batch counts for."""
+        """Set the weight of the next micro-batch in training: its number of samples."""
         if self._training() and self._state.components.optimizer is not None:
             self._state.window.weigh(samples)

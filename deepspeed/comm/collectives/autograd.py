@@ -10,7 +10,8 @@
 | `reduce_scatter` | reduce-scatter | all-gather     | partial sums to slices of the sum                       |
 | `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
-All ranks of the axis must call in the same order, forward and backward. torch raises on second derivatives.
+All ranks of the axis must call these functions in the same order, forward and backward. A second derivative raises
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Collective(torch.autograd.Function):
 
 
 def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """Return the sum over the axis as a new tensor, without autograd."""
+    """Return the sum over the ranks as a new tensor, without autograd; `label`: as in `gathered`."""
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and out.numel():
         label = label or f"sum over {axis.name}"
@@ -66,7 +67,13 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
 def gathered(
     tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """Return the concatenated slices of all ranks along `dim`, without autograd. sizes None: equal slices."""
+    """Return the concatenation of all ranks' slices as a new tensor, without autograd.
+
+    Args:
+        dim: sharded dim.
+        sizes: size of each rank's slice along `dim`; None: equal sizes.
+        label: name of the collective in error reports; empty: a default name.
+    """
     if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
@@ -80,7 +87,7 @@ def gathered(
         all_gather_into_tensor(every, padded, group=axis.group, log_name=label)
     else:
         message("all_gather", every.nbytes, axis.ranks)
-        if not padded.is_floating_point():  # the other ranks would say the same
+        if not padded.is_floating_point():  # absent ranks have equal integers
             every.view(axis.size, *padded.shape).copy_(padded)
     if min(sizes) < longest:
         every = torch.cat([every[index * longest : index * longest + size] for index, size in enumerate(sizes)])
@@ -88,7 +95,13 @@ def gathered(
 
 
 def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
-    """Cut a tensor along `cut`, exchange the slices and concatenate them along `join`, without autograd."""
+    """Exchange slices with an all-to-all, without autograd; returns a new tensor.
+
+    Args:
+        cut: dim that is split into one slice for each rank; its size must be a multiple of the number of ranks.
+        join: dim along which the received slices are concatenated in rank order.
+        label: as in `gathered`.
+    """
     if axis.size == 1:
         return tensor.detach().clone()
     cut, join = cut % tensor.dim(), join % tensor.dim()
@@ -101,12 +114,12 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
         all_to_all_single(every, packed, group=axis.group, log_name=label)
     else:
         message("all_to_all", every.nbytes, axis.ranks)
-    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # of one entry for each rank it is a view
+    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # flatten may return a view
 
 
 @dataclass
 class _Slices:
-    """Sharding of a dim over the ranks of an axis; joins and cuts tensors accordingly."""
+    """Sharding of a dim over the ranks of an axis; arguments as in `gathered`."""
 
     axis: Axis
     dim: int
@@ -125,19 +138,19 @@ class _Slices:
 
 
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """Return the tensor unchanged; its gradient is summed over the ranks."""
+    """Return the tensor unchanged; its gradient is summed over the ranks. `label`: as in `gathered`."""
     return _Collective.over(axis, tensor, _Collective.same, lambda gradient: summed(gradient, axis, label))
 
 
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """Return the sum over the ranks; the gradient of each rank's part is the gradient of the sum."""
+    """Return the sum over the ranks; backward passes the gradient unchanged. `label`: as in `gathered`."""
     return _Collective.over(axis, tensor, lambda part: summed(part, axis, label), _Collective.same)
 
 
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """Concatenate the ranks' slices along `dim`, for computations that are equal on all ranks."""
+    """Concatenate the ranks' slices for a computation that is equal on all ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.join, slices.own)
 
@@ -145,7 +158,7 @@ def gather_from(
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """Return this rank's slice of a tensor that is equal on all ranks."""
+    """Return this rank's slice of a tensor that is equal on all ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.own, slices.join)
 
@@ -153,7 +166,7 @@ def scatter_to(
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """Concatenate the ranks' slices along `dim`, for rank-specific computations: backward sums the gradients."""
+    """Concatenate the ranks' slices for rank-specific computations, whose gradients backward sums; see `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.join, slices.own_of_sum)
 
@@ -161,27 +174,27 @@ def gather_to(
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """Return this rank's slice of the sum over the ranks."""
+    """Return this rank's slice of the sum over the ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.own_of_sum, slices.join)
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
-    """Exchange slices with an all-to-all: cut along `cut`, concatenate along `join`; see `exchanged`."""
+    """Exchange slices with an all-to-all: split dim `cut`, concatenate along dim `join`; see `exchanged`."""
     there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
     back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
     return _Collective.over(axis, tensor, there, back)
 
 
 _entered: list[torch.Tensor] = []
-"""The last copy: layers with frozen weights keep no reference to their input."""
+"""The last copy, referenced here because layers with frozen weights do not save their input."""
 
 
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Apply `copy_to` once for all layers that read one tensor: gradients are added locally and reduced once.
 
-    Further layers that read the same unmodified tensor object get the same copy, as long as a graph needs the copy or
-    no other tensor was entered since.
+    Later calls with the same unmodified tensor object return the same copy, until another tensor was passed and no
+    autograd graph uses the copy any more. `label`: as in `gathered`.
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
@@ -196,8 +209,8 @@ def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
         return summed(gradient, axis, label)
 
     entered = _Collective.over(axis, tensor, _Collective.same, back)
-    if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
-        # So would these two, by the copy's base, where no collector looks: the tensor knows its copy weakly.
+    if not tensor.is_leaf:  # a leaf's graph references the leaf, and the copy the graph: a cycle that is never freed
+        # A weak reference, since the copy references its base in C++, where the garbage collector finds no cycle.
         tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]
         _entered[:] = [entered]
     return entered

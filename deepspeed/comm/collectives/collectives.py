@@ -1,13 +1,12 @@
-"""Collectives from point-to-point messages, with fp32 sums in rank order.
+"""Collectives built from point-to-point messages, with fp32 sums in rank order.
 
 [Note: fixed table] The algorithm for each operation is fixed and never chosen by timing:
 
 | operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
 |--------------------|---------------------------|-------------------------------|----------------------------------|
-| reduce to owners   | post, owners sum in place | a message per owner, sum there| reduce-scatter in fp32, else     |
-|                    |                           |                               | all-to-all, fp32 sum there; over |
-|                    |                           |                               | hosts, see
-`comm/collectives/hierarchical`   |
+| reduce to owners   | post, owners sum in place | messages to the owners, which | reduce-scatter in fp32, else     |
+|                    |                           | sum                           | all-to-all and sum in fp32; over |
+|                    |                           |                               | hosts: `hierarchical.py`         |
 | spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
 | share (spread in   | post, others copy         | as spread                     | as spread                        |
 | any order)         |                           |                               |                                  |
@@ -15,8 +14,9 @@
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 | rows to all ranks  | post, each reads its rows | a message each way            | all-to-all of uneven splits      |
 
-The left column is `comm/shared_memory/transport`, used where ranks share memory. All but the backend's own
-reduce-scatter, and sums that start within hosts, give the same bits: the fp32 sum in rank order.
+Ranks that share memory use the algorithms of the left column (`comm/shared_memory/transport.py` defines a post). All
+results have the same bits, those of the fp32 sum in rank order, except the backend's own reductions and hierarchical
+sums.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _BLOCK = 1 << 16
 def sum_in_rank_order(
     parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
 ) -> None:
-    """Compute out (+)= scale * (parts[0] + parts[1] + …) with terms and sum in fp32; any floating-point dtypes.
+    """Compute out = scale * (parts[0] + parts[1] + …) in fp32, for any floating-point dtypes.
 
     Args:
+        add: add the result to `out` instead.
         any_order: on a device, let one kernel add adjacent parts in its own, reproducible order. Otherwise each part
             needs a kernel, and memory traffic is several times higher.
     """
@@ -84,12 +85,12 @@ def sum_in_rank_order(
 
 
 def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
-    """Compute the same bits with one kernel per term: a kernel launch costs more than the memory traffic it saves."""
+    """Do `sum_in_rank_order` on a device with one kernel per part, or with one for all parts if `any_order`."""
     table, first, count = None, parts[0], parts[0].numel()
     if any_order and len(parts) > 1 and count and all(part.is_contiguous() and part.numel() == count for part in parts):
         places = [(part.untyped_storage()._cdata, part.storage_offset()) for part in parts]
         (storage, begin), rows = places[0], range(len(parts))
-        if places == [(storage, begin + row * count) for row in rows]:  # behind each other in one storage
+        if places == [(storage, begin + row * count) for row in rows]:  # adjacent in one storage
             table = first.as_strided((len(parts), count), (count, 1))
     if table is not None and not add and out.dtype == torch.float32:
         torch.sum(table, 0, dtype=torch.float32, out=out)
@@ -109,12 +110,12 @@ def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: floa
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 
-# Tests plant delays here; called with the label before each message, wait and hook.
+# Set by tests to delay this rank; called with the label before each message, wait and hook.
 PLANTED_DELAY: Callable[[str], None] | None = None
 
 Scratch = Callable[[torch.Tensor], torch.Tensor]
 
-# torch's functions by the newest of their names: the older one warns in a newer torch.
+# The newest name of each function of torch: newer versions warn about the older name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -125,12 +126,16 @@ def delay(label: str) -> None:
 
 
 class Handle:
-    """Pending messages, and a function to call after their arrival.
+    """Pending messages of a collective, and a function to call after their arrival.
 
     Args:
+        axis: participating ranks.
+        label: name of the collective in error reports.
+        works: handles of the backend or of shared memory.
         then: called once after all messages have arrived; may return the handle of a next phase.
+        payload: tensor whose size is logged; None: the collective is not logged.
         received: bytes that come from other ranks.
-        began: start time on the recorder's clock; 0: now.
+        began: start time in nanoseconds (`spans.now`); 0: now.
     """
 
     def __init__(
@@ -179,7 +184,7 @@ class Handle:
             self._failure = error
 
     def advance(self) -> Handle | None:
-        """Wait for the messages of this phase, call `then`, and return the next phase if there is one.
+        """Wait for the messages of this phase and call `then`; returns the handle of the next phase or None.
 
         Raises:
             CommError: a message failed or timed out. The error has the last label of every rank.
@@ -210,12 +215,12 @@ class Handle:
         return following
 
     def unrecorded(self) -> Handle:
-        """Return this handle without a record in the comms logger, as a phase of a call that is recorded as a whole."""
+        """Exclude this handle from the comms logger, which records the enclosing call; returns the handle."""
         self._event.unrecorded()
         return self
 
     def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
-        """Return this handle, and call `then` after all its phases."""
+        """Add a function that is called after the last phase and may return a next phase; returns this handle."""
         inner = self.then
 
         def next_phase() -> Handle | None:
@@ -232,7 +237,7 @@ class Handle:
 
 
 def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
-    """Wait for backend handles; on failure, raises the error with the last label of every rank."""
+    """Wait for backend handles; if one fails, raises CommError with the last label of every rank."""
     delay(label)
     if works:
         with CollectiveEvent(label, axis.ranks, WAIT):
@@ -241,7 +246,7 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
-    """Start messages under a label; on failure, raises the error with the last label of every rank."""
+    """Call `start`, which starts messages, and return its handles; raises CommError with all ranks' last labels."""
     delay(label)
     with CollectiveEvent(label, axis.ranks):
         return start()
@@ -250,7 +255,11 @@ def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
 def exchange(
     axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
 ) -> tuple[list, list]:
-    """Send each peer r the slice flat[cuts[r] : cuts[r + 1]]; returns handles, and buffers for what peers send."""
+    """Send the slice flat[cuts[r] : cuts[r + 1]] to each rank r; arguments as in `reduce_to_owners`.
+
+    Returns:
+        (handles, the received slices in rank order). The entry of this rank is its own slice or a buffer for it.
+    """
     own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
     if group is not None and not axis.tagged and own.numel() and axis.is_even(cuts):
         parts = list(scratch(flat[: cuts[-1]]).split(own.numel()))  # one buffer, which one kernel can sum
@@ -282,13 +291,17 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """Send every rank's contribution to each slice to the owner of the slice.
+    """Send every rank's contribution to each slice to the owner of the slice. All ranks of the axis must call this.
 
     Args:
-        flat: 1-D contribution of this rank; must not change until the handle is done.
-        cuts: slice boundaries.
-        finish: called with the contributions in rank order, to sum them (`sum_in_rank_order`).
-        in_rank_order: also sum in rank order where the backend has its own reduction, whose order is undefined.
+        flat: 1-D contribution of this rank; must not change until the handle is done. Its own slice may be overwritten.
+        cuts: slice boundaries: rank r owns flat[cuts[r] : cuts[r + 1]].
+        tag: message tag (`tag_of`), equal on all ranks; unused on axes without tags.
+        label: name of the collective in error reports.
+        finish: called with the contributions in rank order, to sum them (`sum_in_rank_order`), or with one sum if the
+            backend has added them.
+        scratch: allocates a receive buffer of the shape and dtype of its argument.
+        in_rank_order: sum in rank order instead of the backend's own reduction, whose order is undefined.
     """
     if axis.shared is not None:
         return _reduce_in_place(axis, axis.shared, flat, cuts, tag, label, finish)
@@ -327,10 +340,12 @@ def _reduce_in_place(
 
 
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str, ordered: bool = True) -> Handle:
-    """Send every owner's slice of `full` to all other ranks (an in-place all-gather). All ranks call in one order.
+    """Send every owner's slice of `full` to all other ranks (an in-place all-gather).
+
+    All ranks must call this in the same order; arguments as in `reduce_to_owners`.
 
     Args:
-        ordered: record the call in the desync trail.
+        ordered: record the call for the detection of desynchronized ranks.
     """
     if ordered:
         CollectiveEvent(label).order("internal", axis, full.numel())
@@ -348,7 +363,7 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
             return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
         if len({s.numel() for s in slices}) == 1:
-            # In place, but for gloo, which is given small tables of the host.
+            # In place, except for the small host tables that gloo gathers.
             return [_all_gather(full[: cuts[-1]], own if full.is_cuda else own.clone(), group=group, async_op=True)]
         return [
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
@@ -361,7 +376,7 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
-    """Do `spread` for ranks that may call in different orders, where the axis allows that."""
+    """Do `spread` for ranks that may call in different orders (only on axes with tags or shared memory)."""
     shared = axis.shared
     if shared is None:
         return spread(axis, full, cuts, tag, label, ordered=False)
@@ -383,18 +398,18 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
 def all_to_all_rows(
     axis: Axis, parts: Sequence[tuple[str, torch.Tensor]], table: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Send each rank some of the rows of every tensor, in one exchange. All ranks call in one order.
+    """Send each rank some of the rows of every tensor, in one exchange. All ranks must call this in the same order.
 
     Args:
-        parts: labels and tensors (S, …): the rows for rank 0, then those for rank 1, and so on.
-        table: table[r][p] is the number of rows that rank r sends to rank p, of each tensor.
+        parts: (label, tensor of shape (S, …)): the rows for rank 0, then those for rank 1, and so on.
+        table: table[r][p] is the number of rows of each tensor that rank r sends to rank p.
 
     Returns:
-        Tensors (R, …): the rows from all ranks, in rank order.
+        Tensors of shape (R, …): the rows from all ranks, in rank order.
     """
     started = [_start_rows(axis, rows.contiguous(), table, label) for label, rows in parts]
     pending = [handle for _, handle in started]
-    while pending:  # messages of all tensors travel at once
+    while pending:  # messages of all tensors are pending together
         pending = [following for handle in pending if (following := handle.advance()) is not None]
     return [received for received, _ in started]
 
@@ -402,7 +417,7 @@ def all_to_all_rows(
 def _start_rows(
     axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str
 ) -> tuple[torch.Tensor, Handle]:
-    """Start an exchange of rows; returns the tensor that receives, and its handle."""
+    """Start the exchange of one tensor's rows; returns the tensor for the received rows, and a handle."""
     me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
     cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
     arrive = [row[me] for row in table]
@@ -445,7 +460,10 @@ def swap(
     finish: Callable[[list], Handle | None],
     scratch: Scratch = torch.empty_like,
 ) -> Handle:
-    """Exchange the whole of `flat` between two ranks; `finish` gets both contributions in rank order."""
+    """Exchange all of `flat` between the two ranks of an axis with tags or shared memory.
+
+    `finish` gets both tensors in rank order; other arguments as in `reduce_to_owners`. One rank raises RuntimeError.
+    """
     group, peer, shared = axis.group, 1 - axis.rank, axis.shared
     if shared is not None:
 
@@ -473,9 +491,12 @@ def all_reduce_sum(
     label: str,
     then: Callable[[], Handle | None],
 ) -> Handle:
-    """All-reduce in place on axes for which `Axis.can_all_reduce` is true; then call `then` once."""
+    """All-reduce `flat` in place on an axis for which `Axis.can_all_reduce` is true; then call `then` once.
+
+    `tags` are the tags for `reduce_to_owners` and `share`; other arguments as in `reduce_to_owners`.
+    """
     if axis.shared is not None:
-        # In place: a rank's slice is read by that rank alone until it holds the sum.
+        # In place: a rank's slice is read by that rank alone until it contains the sum.
         def add(parts: list[torch.Tensor]) -> Handle:
             sum_in_rank_order(parts, flat[cuts[axis.rank] : cuts[axis.rank + 1]], 1.0, add=False)
             return share(axis, flat, cuts, tags[1], label).followed_by(then)
@@ -486,7 +507,7 @@ def all_reduce_sum(
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
-    """Send `flat` from axis rank `src` to all ranks; blocks."""
+    """Copy 1-D `flat` from the rank at position `src` of the axis to all others, in place; blocks."""
     shared, group = axis.shared, axis.group
     CollectiveEvent(label).order("internal", axis, flat.numel())
     if shared is not None:
@@ -497,7 +518,10 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """Copy the values of axis rank 0 to all ranks. Tensors below chunk / 16 elements are sent in buffers of `chunk`."""
+    """Copy the values of the axis's first rank to all ranks, in place; blocks.
+
+    Tensors below chunk / 16 elements are packed into buffers of at most `chunk` elements.
+    """
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -515,7 +539,7 @@ def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, c
             batches[-1].append(tensor)
             filled += tensor.numel()
         for batch in batches:
-            # Of one that lies as it is, this is no copy; on some ranks it may lie otherwise.
+            # No copy of a single contiguous tensor; it may be contiguous on some ranks only.
             flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])
             broadcast(axis, flat, 0, label)
             if axis.rank and flat.data_ptr() != batch[0].data_ptr():

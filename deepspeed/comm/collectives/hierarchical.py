@@ -36,7 +36,7 @@ from deepspeed.comm.collectives.collectives import Handle, Scratch, post, sum_in
 from deepspeed.comm.process_groups.axis import Axis
 
 _all_to_all: Any = dist.all_to_all_single
-_together: Any = dist.distributed_c10d._coalescing_manager  # what torch's own batches of messages use
+_together: Any = dist.distributed_c10d._coalescing_manager  # as in torch's batch_isend_irecv
 
 
 def reduce_to_owners(
@@ -49,9 +49,10 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """Reduce like `collectives.reduce_to_owners`, in two steps if the axis spans hosts and no sum order is required.
+    """Reduce like `collectives.reduce_to_owners`, but in two steps where possible: within hosts, then between them.
 
-    `finish` then gets one fp32 contribution per host instead of one per rank.
+    Two steps need slices of equal length, elements of at most 16 bits and an axis with `hosts`, and are not used with
+    `in_rank_order`. `finish` then gets one fp32 sum per host instead of one contribution per rank.
     """
     hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not axis.is_even(cuts) else axis.hosts
     if hosts is None:
@@ -69,7 +70,7 @@ def reduce_to_owners(
     sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
     received = scratch(sums)
     with aside(flat.device):
-        table = torch.empty_like(flat)  # by host, and what comes from each rank of this one
+        table = torch.empty_like(flat)  # by host: the slices from each rank of this host
         collectives.wait_all(within, label, post(within, label, exchange_within))
         torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
         alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]
@@ -94,13 +95,17 @@ def reduce_to_copies(
     finish: Callable[[list], Handle | None],
     in_rank_order: bool = False,
 ) -> Handle:
-    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; without message tags.
+    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; for axes without tags.
 
     Args:
+        axis: ranks among which the slices are divided.
         copies: axis of the replicas; the sum over it is in fp32, with equal bits on all its ranks.
         flat: 1-D contribution of this rank; must not change until the handle is done.
-        scale: factor on the first sum.
-        finish: called with the fp32 sum as the only contribution; in rank order, with the first sum of each copy.
+        cuts: slice boundaries: rank r of `axis` owns flat[cuts[r] : cuts[r + 1]].
+        label: name of the collective in error reports.
+        scale: factor on the sum over `axis`.
+        finish: called with a list of the final fp32 sum; if `in_rank_order`, with the sums of all replicas instead.
+        in_rank_order: sum in rank order instead of the backend's own order.
     """
     total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
 
@@ -123,7 +128,7 @@ def reduce_to_copies(
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Switch to a side stream for sums that overlap with the computation.
+    """Switch to a side stream inside the context, for sums that overlap with the computation.
 
     The side stream first waits for the current stream. Memory that is allocated inside belongs to the side stream and
     must not be used after the block.

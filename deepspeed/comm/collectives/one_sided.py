@@ -1,11 +1,11 @@
 """One-sided all-gather: a rank reads the shards it needs, independently of what the other ranks run.
 
-[Note: any graph] If ranks take different branches they need different groups, so a collective gather would hang.
-Therefore the rank that needs a group sends a request to each owner over a socket; a thread of the owner answers with a
-tagged message. No other rank takes part and no agreement is needed, so a branch taken on one rank costs the others
-nothing. A request carries the version that it needs; if the requester is a version ahead, the request waits until the
-owner reaches that version. A shard changes only after all ranks have synchronized since their last request: inside
-`step`, which first agrees on gradients, and after `meet` for edits and loads. A request for an older version fails.
+[Note: any graph] If ranks take different branches, they need different groups of parameters, and a collective gather
+would hang. So the rank that needs a group sends a request to each owner of a shard over a socket, and a thread of the
+owner answers with a tagged message. No other rank takes part, so a branch taken on one rank costs the others nothing. A
+request contains the version that it needs; if the requester is a version ahead, the owner answers once it reaches that
+version. A shard changes only after all ranks have synchronized since their last request: inside `step`, which first
+synchronizes them, and after `meet` for edits and loads. A request for an older version fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PATIENCE_S = 5.0
 _FUTURE = "rank {} of the group reads a slice that has changed since: an edit or load was not called by all ranks"
 
 
-# A slice in memory, or what lends one for as long as it takes to send it.
+# A slice in memory, or a function that creates a context with the slice, which lasts until the slice has been sent.
 Served = torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
 
 
@@ -61,13 +61,17 @@ class _Served:
 
 
 class FetchService:
-    """Service that sends this rank's slices on request and fetches those of other ranks."""
+    """Service that sends this rank's slices on request and fetches those of other ranks.
+
+    Args:
+        axis: participating ranks (several, with tags), which must all create their service together.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._served: dict[int, _Served] = {}
         self._lock = threading.Lock()
-        # Kept until long complete, by channel; gloo says so only when waited for.
+        # (channel, handle), referenced until long complete: gloo reports completion only to a waiting caller.
         self._sent: deque[tuple[int, Any]] = deque(maxlen=4096)
         self._seq = 0
         self._peers: dict[int, socket.socket] = {}
@@ -96,7 +100,7 @@ class FetchService:
             self._served[channel] = _Served(slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Stop serving `channel`, and release its slice and pending sends."""
+        """Stop serving the slice of `channel`, and release it with its pending sends."""
         with self._lock:
             self._served.pop(channel, None)
             self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
@@ -122,7 +126,18 @@ class FetchService:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Request every owner's slice of `full` (1-D) and receive it in place; `within`: at least these elements."""
+        """Request the owners' slices of `full`; returns a handle that is complete once they are received in place.
+
+        Args:
+            channel: channel on which every rank serves its slice.
+            full: 1-D.
+            cuts: slice boundaries: rank r owns full[cuts[r] : cuts[r + 1]].
+            label: name in error reports.
+            within: slice of the needed elements of `full`; more may be received. None: all.
+
+        Raises:
+            CommError: an owner has ended, or the axis has one rank.
+        """
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
         if group is None:
@@ -208,7 +223,7 @@ class FetchService:
             self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
-        """Stop the thread and close the sockets. All ranks must have finished their pulls."""
+        """Stop the thread and close the sockets, after all ranks have finished their pulls."""
         self._wake_out.send(b"x")
         self._thread.join(timeout=5)
         for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:
@@ -222,7 +237,7 @@ class FetchService:
 
     @staticmethod
     def _own_address() -> str:
-        """Return this host's address on the route to the master."""
+        """Return this host's address on the route to MASTER_ADDR."""
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -259,7 +274,7 @@ class SharedSlices:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Copy every owner's slice into `full` once it has this rank's version; arguments as in `FetchService.pull`."""
+        """Copy the owners' slices into `full` once the owners have reached this rank's version; see `FetchService`."""
         shared = self._window
         first, last = (0, cuts[-1]) if within is None else (within.start, within.stop)
         givers = [r for r in self.axis.peers if max(cuts[r], first) < min(cuts[r + 1], last)]
@@ -276,22 +291,25 @@ class SharedSlices:
 
 
 def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
-    """Wait until every rank has arrived and finished its pulls; `seq` distinguishes the calls on a channel."""
+    """Wait until all ranks of the axis have made this call, so that no earlier pull is pending.
+
+    `seq` numbers the calls on a channel; `label` is the name in error reports.
+    """
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
 
 
 def release_abandoned(axes: Iterable[Axis]) -> None:
-    """Stop serving slices of groups that all ranks dropped without closing them. Collective per axis.
+    """Stop serving the slices of engines that all ranks have dropped without closing. Collective over each axis.
 
-    Until then a rank that dropped its engine must keep serving: other ranks can still request its slices.
+    Until then a rank that dropped its engine must keep serving, since other ranks can still request its slices.
     """
     for axis in dict.fromkeys(axes):
         if axis.group is None or not axis.tagged:
             continue
         shared, service = axis.shared, _services.get(id(axis))
         if (shared is not None and shared.serving) or (service is not None and service.serves):
-            gc.collect()  # dropped engines are cycles; a rank that collects late keeps all others waiting
+            gc.collect()  # dropped engines are reference cycles; all ranks wait for the last one
         abandoned: list[Any] = [None] * axis.size
         start = partial(dist.all_gather_object, abandoned, list(axis.abandoned), group=axis.group)
         post(axis, "release of dropped engines", lambda start=start: start() or [])
@@ -308,37 +326,37 @@ _services: dict[int, FetchService] = {}
 
 
 def service_of(axis: Axis) -> FetchService:
-    """Return the service of an axis, created at the first call; all engines on the axis share it."""
+    """Return the fetch service of an axis, which all engines share; the first call creates it and is collective."""
     if id(axis) not in _services:
         _services[id(axis)] = fetch_services.current(axis)
     return _services[id(axis)]
 
 
-_AFTER_GROUPS_S = 30.0  # idle time of the others after which a rank that ends its groups, but not itself, goes on
+_AFTER_GROUPS_S = 30.0  # time without a collective of a peer, after which a rank that destroys its groups continues
 
 
 def _serving() -> bool:
-    """Whether other ranks may pull from this one, now or later."""
+    """Return whether this rank serves a slice that other ranks may still request."""
     memories = [memory for memory in groups.memories if isinstance(memory, SharedMemory)]
     return any(memory.serving for memory in memories) or any(service.serves for service in _services.values())
 
 
 def _stay_at_exit() -> None:
-    """At the end of this process, be there for ranks that pull more slowly; not when an exception ends it."""
+    """Keep serving at process exit until slower ranks have finished, unless an exception ends this process."""
     if _serving() and not hasattr(sys, "last_value"):
         watchdog.wait_while_others_pull(watchdog.timeout().total_seconds())
 
 
 @released_in(Phase.PEERS)
 def _stay() -> None:
-    """The process groups end: the same, but for ranks that may be waiting for something else of this process."""
+    """Keep serving when the groups are destroyed, for a shorter time: a peer may wait for this process elsewhere."""
     if _serving() and not hasattr(sys, "last_value"):
         watchdog.wait_while_others_pull(_AFTER_GROUPS_S)
 
 
 @released_in(Phase.CONNECTIONS)
 def close_all() -> None:
-    """Close every service, before the process group ends."""
+    """Close all fetch services before the process group is destroyed."""
     for service in list(_services.values()):
         service.close()
     _services.clear()

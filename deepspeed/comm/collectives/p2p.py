@@ -1,9 +1,9 @@
 """Point-to-point messages of nested values between two ranks, in order: pipeline activations and gradients.
 
-A message has a notice of two numbers, a header (structure, shapes and dtypes) if it differs from the previous one, and
-the tensors. Ranks with shared memory read the message in the sender's buffer, and acknowledge after its last tensor is
-freed; otherwise gloo sends it, by tag. Between devices, the tensors use a separate communicator for each direction, and
-notice and header use the gloo backend. A send does not block.
+A message consists of a notice (byte counts of header and tensors), a header (structure, shapes and dtypes) unless it
+equals the previous one, and the tensors. Ranks with shared memory read the message in the sender's buffer and
+acknowledge it after its last tensor is freed; other CPU ranks use tagged messages of gloo. Between devices, the tensors
+use a separate communicator for each direction, and notice and header use gloo. A send does not block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import CommError, NotAvailableError
 
 _ALIGN = 64
-_NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; bytes of the tensors
+_NOTICE = 16  # bytes: two integers, the length of the header (0: as before) and of the tensors
 
 
 class _TensorRef(NamedTuple):
@@ -68,19 +68,24 @@ class _TreeUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata of a message: its structure, shapes and dtypes."""
+    """Metadata of a message.
+
+    Args:
+        tree: pickle of the nested value, with each tensor replaced by its index.
+        leaves: shape, dtype and offset in the message of each tensor.
+    """
 
     tree: bytes
     leaves: tuple[_TensorRef, ...]
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensors in bytes, with each offset aligned to `_ALIGN`."""
+        """Return the bytes of all tensors together, each aligned to 64 bytes."""
         return self.leaves[-1].end if self.leaves else 0
 
     @classmethod
     def take_apart(cls, value: Any) -> tuple[Header, list[torch.Tensor]]:
-        """Split nested values into header and tensors; raises CommError if a value cannot be pickled."""
+        """Split a nested value into header and tensors; raises CommError if it cannot be pickled."""
         file = io.BytesIO()
         writer = _Writer(file)
         try:
@@ -99,14 +104,14 @@ class Header:
 
 @dataclass(frozen=True)
 class P2PChannel:
-    """Communicator for tensors between two devices, in one direction."""
+    """Communicator for tensors in one direction: a process group of the two ranks, and this rank's device."""
 
     group: Any
     device: torch.device
 
     @staticmethod
     def require(axis: Axis, link: P2PChannel | None) -> None:
-        """Raise NotAvailableError if headers cannot be sent between hosts."""
+        """Raise NotAvailableError if the axis has no backend that sends headers from host memory."""
         if not axis.tagged and not (link is not None and axis.has_host_backend):
             raise NotAvailableError(
                 "stages of a pipeline send what describes their messages from host to host, and the process group has "
@@ -115,7 +120,17 @@ class P2PChannel:
 
 
 class Sender:
-    """Sends to the rank at position `peer`. Tensors are sent over `link` between devices, else from host memory."""
+    """Sender of messages to one rank.
+
+    Args:
+        axis: axis of both ranks.
+        peer: position of the other rank on the axis.
+        channel: number of the message channel (`Axis.channel`), equal on both ranks.
+        link: communicator for tensors between devices; None: tensors are sent from host memory.
+
+    Raises:
+        NotAvailableError: the axis has no backend that sends headers from host memory.
+    """
 
     def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
         P2PChannel.require(axis, link)
@@ -123,11 +138,14 @@ class Sender:
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
-        self._idle: list[torch.Tensor] = []  # buffers that nobody reads; never more than were underway at once
+        self._idle: list[torch.Tensor] = []  # buffers that no pending message uses
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
-        """Send the output of `Header.take_apart`; the tensors may be modified after the call."""
+        """Send the output of `Header.take_apart` without blocking; the tensors may be modified after the call.
+
+        Raises CommError with the last label of every rank if the backend fails; `label` names the message there.
+        """
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
@@ -136,7 +154,7 @@ class Sender:
         self._collect()
         link, start = self.link, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
         whole = self._buffer(start + header.nbytes) if link is None else torch.empty(start, dtype=torch.uint8)
-        buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
+        buffer = whole[: start + header.nbytes]  # between devices: notice and header, without tensors
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(header_bytes), header.nbytes]))
         if header_bytes:
             buffer[_NOTICE : _NOTICE + len(header_bytes)] = torch.frombuffer(bytearray(header_bytes), dtype=torch.uint8)
@@ -166,10 +184,10 @@ class Sender:
         ]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer for a message, which peers can read in place.
+        """Return a buffer for a message, in shared memory if possible.
 
-        Sizes vary between messages: the smallest idle buffer that fits is reused. Otherwise a new buffer replaces an
-        idle one, so that messages of many sizes need no more buffers than messages of one size.
+        The smallest idle buffer that is large enough is reused. If there is none, a new buffer replaces an idle one, so
+        that messages of many sizes need no more buffers than messages of one size.
         """
         large = [index for index, idle in enumerate(self._idle) if idle.numel() >= nbytes]
         if large:
@@ -194,14 +212,14 @@ class Sender:
         self._underway = left
 
     def settle(self, label: str) -> None:
-        """Wait until all messages were received, on backends that report completion only to a waiting caller."""
+        """Wait until gloo has sent all messages, because gloo reports completion only to a waiting caller."""
         if self.axis.shared is not None:
             return
         for works, buffer in self._underway:
             if buffer.device.type == "cpu":
                 wait_all(self.axis, label, works)
                 self._keep(buffer)
-        # A device goes on by itself: its messages are looked at again with the next one.
+        # A device needs no waiting caller: the next send checks its messages.
         self._underway = deque(entry for entry in self._underway if entry[1].device.type != "cpu")
 
     def _keep(self, buffer: torch.Tensor) -> None:
@@ -214,17 +232,20 @@ class Sender:
 
 
 class Receiver:
-    """Receives from one rank, in the order of its sends. Arguments as in `Sender`."""
+    """Receiver of the messages of one rank, in the order of sending; arguments and errors as in `Sender`."""
 
     def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
         P2PChannel.require(axis, link)
         self.axis, self.peer, self.channel, self.link = axis, peer, channel, link
         self._sequence = 0
         self._header: Header | None = None
-        self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
+        self._read: deque[int] = deque()  # tags of messages whose tensors were all freed
 
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """Return the next message, for `Header.put_together`. Its tensors may be views of the sender's memory."""
+        """Wait for the next message; returns its header and tensors, which may be views of the sender's memory.
+
+        Raises CommError if the sender has ended or the wait times out; `label` names the message there.
+        """
         delay(label)
         self._sequence += 1
         payload = self._from_memory(label) if self.axis.shared is not None else self._from_group(label)
@@ -241,10 +262,10 @@ class Receiver:
         wait_all(self.axis, label, [shared.posted(tag, [self.peer])])
         try:
             array = shared.read(self.peer, tag, torch.uint8).numpy()
-        except CommError as error:  # posted, but its sender has ended since
+        except CommError as error:  # the sender posted the message, and has ended since
             raise CommError(f"{label}: {error}") from error
         buffer = torch.from_numpy(array)
-        # Whoever holds a tensor of the message holds this array. It may go at any moment, in any thread.
+        # Every tensor of the message references this array, which may be freed at any time, in any thread.
         weakref.finalize(array, self._read.append, tag).atexit = False
         header_bytes, nbytes = buffer[:_NOTICE].view(torch.int64).tolist()
         if header_bytes:
@@ -267,7 +288,7 @@ class Receiver:
         elif nbytes and link is not None:
             source = self.axis.ranks[self.peer]
             works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=link.group)])
-            # The host goes on: it would block where it reads the first value.
+            # `wait` orders the device's stream and does not block the host.
             Handle(self.axis, label, works, None, payload).unrecorded().wait()
         return payload
 
@@ -282,7 +303,7 @@ class Receiver:
         self._header = pickle.loads(header_bytes.numpy().tobytes())
 
     def release(self) -> None:
-        """Acknowledge the messages whose tensors were freed."""
+        """Acknowledge the messages in shared memory whose tensors were all freed."""
         shared = self.axis.shared
         while self._read and shared is not None:
             shared.acknowledge(self._read.popleft(), [self.peer])

@@ -14,11 +14,11 @@ from deepspeed.foundation.partition import partition_uniform
 
 
 class PartitionedTensor:
-    """This rank's part of a tensor that is split over a group. Parts are contiguous ranges of the flat tensor.
+    """Part of a tensor that is split over the ranks of a group. Parts are contiguous ranges of the flattened tensor.
 
     Args:
         tensor: the whole tensor, equal on all ranks.
-        group: process group that shares the tensor.
+        group: process group over which the tensor is split; None: all ranks.
     """
 
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
@@ -37,11 +37,11 @@ class PartitionedTensor:
         Args:
             meta: result of `to_meta`.
             local_part: 1-D, the part of this rank.
-            group: process group that now shares the tensor; it has as many ranks as the original group.
+            group: process group over which the tensor is now split; it has as many ranks as the original group.
             device: device for the result of `full`; None: the device of the part.
 
         Raises:
-            ArgumentError: the part or the group contradicts `meta`.
+            ArgumentError: size of the part or of the group differ from `meta`.
         """
         numbers = meta.tolist()
         dims = numbers[0]
@@ -75,7 +75,10 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: torch.device | None = None) -> torch.Tensor:
-        """Gather the whole tensor. All ranks must call this."""
+        """Return the whole tensor, gathered from all ranks of the group, which must all call this.
+
+        device: device of the result; None: the original tensor's device, or the one passed to `from_meta`.
+        """
         widest = max(high - low for low, high in pairwise(self.partition))
         part = self.local_data.new_zeros(widest)
         part[: self.local_data.numel()] = self.local_data

@@ -1,9 +1,9 @@
 """Errors that are raised on all ranks: failed functions, different collectives, different batches.
 
-Otherwise the other ranks would wait in the next collective until the watchdog's timeout. In `run_collectively`, each
-collective of `deepspeed/comm/collectives/autograd.py` begins with a check-in: every rank reports the collective that it
-has reached, or that it has ended. If the reports differ, no collective starts. So ranks that run different code are
-detected too. Collective gathers of sharded parameters do the same.
+Without this, the other ranks would wait in the next collective until the watchdog's timeout. In `run_collectively`,
+each collective of `deepspeed/comm/collectives/autograd.py`, and each collective gather of sharded parameters, begins
+with a check-in: every rank reports the collective that it has reached, its end or its error. If the reports differ, the
+collective does not start. So ranks that run different code are detected too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Outcome(Generic[T]):
 
     Args:
         result: this rank's result; None if any rank failed.
-        texts: by position on the axis, the rank's error, or its collective if the ranks diverged; empty: no problem.
+        texts: by position on the axis, the rank's error, or the collective it reached if the ranks diverged; all empty
+            if no rank failed.
+        error: exception of this rank's computation, or None.
     """
 
     result: T | None
@@ -71,7 +73,7 @@ class CollectiveRun:
         self.ranks = frozenset(axis.ranks)
 
     def meet(self, label: str, error: str = "") -> None:
-        """Check before a collective, and at the end, that all ranks are at the same place; raises _Apart otherwise."""
+        """Check that all ranks have reached the collective `label`, or the end, without error; raises _Apart if not."""
         if any(self.texts):
             raise _Apart
         axis = self.axis
@@ -95,20 +97,23 @@ _underway: list[CollectiveRun] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
-    """Check in before a collective of `axis`; no effect outside of a `run_collectively` over its ranks."""
+    """Check in before a collective of `axis`; does nothing outside of a `run_collectively` over its ranks."""
     if _underway and _underway[-1].ranks.issuperset(axis.ranks):
         _underway[-1].meet(label)
 
 
 def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
-    """Call `action` on all ranks of an axis. An error on one rank ends it on all at the next collective.
+    """Call `action` on all ranks of an axis; an error on one rank ends the call on all ranks at the next collective.
 
     Args:
-        action: function whose collectives over `axis`, or over rows of `axis`, are those of `autograd` and gathers of
-            sharded parameters, in the same order on all ranks.
+        action: function whose collectives over `axis`, or over subsets of its ranks, are those of `autograd` and
+            gathers of sharded parameters, in the same order on all ranks.
+
+    Returns:
+        The outcome, which has the errors of all ranks.
 
     Raises:
-        CommError: a rank has ended.
+        CommError: a process of the axis has ended.
     """
     run, result, error = runs.current(axis), None, None
     _underway.append(run)
@@ -128,13 +133,13 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
 
 
 comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda differences: differences())
-"""Calls a function that compares values with expected ones and describes the differences."""
+"""Calls a function that compares values and returns a description of the differences; simulations skip the call."""
 
 
 def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
-    """Call `action` and return its result; an error on one rank raises on all. All ranks must call this.
+    """Call `action` and return its result; if one rank fails, all ranks raise. All ranks must call this.
 
-    A rank that failed raises its own error; the others raise `elsewhere(global rank, error text)`.
+    A rank that failed raises its own error; the others raise `elsewhere(global rank, text of its error)`.
     """
     result: Any = None
     error: Exception | None = None
@@ -160,7 +165,12 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
 def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Report an error in the block to all ranks through the watchdog, for computations without check-ins.
 
-    After an error, the ranks cannot communicate any more. Inside of `run_collectively`, that reports the error instead.
+    After such an error, the ranks cannot communicate any more. Inside of `run_collectively` nothing is reported here,
+    since `run_collectively` does it.
+
+    Args:
+        label: returns the name of the computation for the report.
+        alike: types of errors that all ranks raise together, which need no report.
     """
     try:
         yield
@@ -172,13 +182,13 @@ def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -
         raise
 
 
-_CHANNEL = (1 << 17) - 1  # counted channels begin at the other end
-_BYTES = 512  # of a message: a digest, and as much of the words as there is room for
+_CHANNEL = (1 << 17) - 1  # the last one; `Axis.channel` counts from the first
+_BYTES = 512  # of a message: a digest, then as much of the text as fits
 _DIGEST = 8
 
 
 class OrderCheck:
-    """Compares the calls of the ranks of one axis, over the host backend, whose messages have tags."""
+    """Check that the ranks of an axis are about to make the same call, by messages of its host backend (gloo)."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = Axis(axis.name, axis.ranks, axis.rank, axis.group, tagged=True)
@@ -187,11 +197,11 @@ class OrderCheck:
 
     @staticmethod
     def possible(axis: Axis) -> bool:
-        """Return whether the ranks of an axis can and must compare."""
+        """Return whether an axis needs the check (several ranks, no tags) and has a host backend for it."""
         return axis.size > 1 and not axis.tagged and axis.has_host_backend
 
     def compare(self, what: str) -> None:
-        """Raise OrderError on all ranks unless `what` is equal on all. All ranks must call this."""
+        """Raise OrderError on all ranks unless `what` (the next call) is equal on all. All ranks must call this."""
         self.compared += 1
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
@@ -220,20 +230,25 @@ COMPARED = 10  # micro-batches
 
 
 class BatchCheck:
-    """Compares the batches that the ranks of an axis receive."""
+    """Comparison of the first `COMPARED` micro-batches of ranks that must receive the same samples.
+
+    Args:
+        axis: these ranks.
+        share: verb phrase for the error message: what these ranks have in common.
+    """
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
     def compare(self, inputs: Any, in_parts: bool = False) -> None:
-        """Compare one micro-batch; raises DataError on all ranks if they differ. All ranks must call this.
+        """Compare one micro-batch; raises DataError on all ranks if batches differ. All ranks must call this.
 
         Args:
-            in_parts: allow None for a whole batch or for entries that a rank does not need; these are not compared.
+            in_parts: compare each entry of the batch by itself; None, for an entry or the whole batch, matches all.
         """
         self.left -= 1
         everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
-        first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
+        first: dict[str, tuple[int, int]] = {}  # by entry: the first rank that has it, and its digest
         for rank, digests in zip(self._axis.ranks, everyone, strict=True):
             for entry, digest_of_entry in digests.items():
                 other, wanted = first.setdefault(entry, (rank, digest_of_entry))
@@ -261,9 +276,10 @@ class BatchCheck:
 
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
-    """Find the first rank whose lines differ from rank 0's; returns (rank, rank 0's line, its line), or None.
+    """Find the first rank of an axis whose lines differ from those of the axis's first rank. All ranks must call this.
 
-    All ranks must call this; a missing line is None.
+    Returns:
+        (its position on the axis, the first rank's line, its own line), or None if all are equal. Missing lines: None.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None
@@ -273,8 +289,8 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
 
 
 def digest(value: Any) -> int:
-    """Return a checksum of a value: tensors and arrays by their bytes, containers by their elements, objects by
-    `to_dict` or their dataclass fields, other values by the name of their type."""
+    """Return a CRC-32 of a value: of the bytes of tensors and arrays, the elements of containers, the `to_dict` or
+    dataclass fields of objects, the `repr` of plain values, and of other values only the type's name."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return zlib.crc32(data, zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
@@ -300,7 +316,7 @@ def _describe_contents(value: Any) -> dict[str, Any] | None:
         return None
     try:
         contents = value.to_dict()
-    except Exception:  # it has none, or one of another kind
+    except Exception:  # no `to_dict`, or one with arguments
         contents = None
     if not isinstance(contents, dict) and dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}

@@ -1,4 +1,4 @@
-"""Numbers that are read from tensors and exchanged between ranks.
+"""Reading of numbers from tensors, and their exchange between ranks.
 
 A step depends on a few numbers (which parameters have gradients, the norm, whether a loader has ended). All of them are
 read through `current`, so that a simulation, whose tensors have no values, can supply them.
@@ -15,24 +15,31 @@ from deepspeed.comm.process_groups.axis import Axis
 
 
 class Scalars:
-    """Reads numbers from tensors and exchanges them."""
+    """Access to the values of tensors, and exchange of numbers between ranks."""
 
-    device: torch.device | None = None  # where models live instead of on the accelerator
+    device: torch.device | None = None  # device of models, if not the accelerator
 
     def value(self, tensor: torch.Tensor) -> float:
         return float(tensor)
 
     def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
-        """Gather a row of numbers from every rank, in rank order. All ranks must call this."""
+        """Gather a row of float64 numbers from every rank, in rank order; other arguments as in `rows`."""
         rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
         return [array("d", row_bytes).tolist() for row_bytes in rows]
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
-        """Gather a row of bytes from every rank; all rows have the same length, a multiple of eight."""
+        """Gather a row of bytes from every rank, in rank order. All ranks must call this.
+
+        Args:
+            row: as many bytes as on the other ranks, a multiple of eight.
+            tag: message tag, as in `spread`.
+            label: name in error reports.
+            device: device of the exchange if the axis cannot send from host memory.
+        """
         if axis.group is None or not row:
             return [row] * axis.size
         n = len(row) // 8
-        # Beside the device's stream: a table through the device would make the host wait for all that is queued there.
+        # From host memory if possible: reading a result from the device would wait for all its queued work.
         where = torch.device("cpu") if axis.tagged or axis.has_host_backend else device
         flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
         flat[axis.rank * n : (axis.rank + 1) * n] = torch.frombuffer(bytearray(row), dtype=torch.float64)

@@ -1,7 +1,8 @@
 """The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
 
 Each function uses shared memory, this package's algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32
-sums in rank order in all three cases; other operations, and `async_op`, use the backend.
+sums in rank order in all three cases; other operations, and `async_op`, use the backend. Without a process group, the
+functions raise UsageError; a failed collective raises CommError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from deepspeed.native import KINDS
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
-# What all ranks of a group call in one order, and of these those whose tensors may differ from rank to rank.
+# Operations that all ranks of a group call in the same order, and those of them whose tensors may differ in size.
 _ORDERED = {
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier",
@@ -38,7 +39,7 @@ _UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
 class Pending:
-    """A pending collective. `wait` runs under the collective's label; other attributes are those of torch's handle."""
+    """Handle of a pending collective: torch's handle, whose `wait` reports errors with the collective's label."""
 
     def __init__(self, work: Any, event: ClientCollective) -> None:
         self._work, self._event = work, event
@@ -66,7 +67,7 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)
-    place = _MESSAGE.get(operation, 0)  # of the message among the arguments
+    place = _MESSAGE.get(operation, 0)  # position of the message in the arguments
     name = names[place] if names else ""
     group_place = names.index("group") if "group" in names else len(names)
 
@@ -109,14 +110,14 @@ def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 _SUM = dist.ReduceOp.SUM
-# torch's functions by the newest of their names: the older one warns in a newer torch.
+# The newest name of each function of torch: newer versions warn about the older name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its axis
 
 
 def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
-    """Return the axis of a group on CPU; None if the backend executes the collective."""
+    """Return the axis of a CPU group; None if the backend must execute the collective."""
     for tensor in tensors:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -132,7 +133,7 @@ def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
 
 @timed_op
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Reduce like torch's `all_reduce`; on CPU, sums are computed in fp32 in rank order."""
+    """All-reduce in place; arguments and result as in torch. On CPU, sums are computed in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
     axis = None if plain else _route(group, tensor)
     if axis is None or (axis.shared is None and axis.size == 2 and tensor.dtype == torch.float32):
@@ -153,7 +154,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Reduce like torch's `reduce_scatter_tensor`; on CPU, sums are computed in fp32 in rank order."""
+    """Reduce-scatter; arguments and result as in torch. On CPU, sums are computed in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
     axis = None if plain else _route(group, output, input)
     if axis is None or output.numel() * axis.size != input.numel():
@@ -173,7 +174,7 @@ def reduce_scatter_tensor(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Gather like torch's `all_gather_into_tensor`."""
+    """All-gather; arguments and result as in torch. CPU ranks of one machine use shared memory."""
     axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
     if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
         return _all_gather(output_tensor, input_tensor, group, async_op)
@@ -195,8 +196,7 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Exchange like torch's `all_to_all_single`. On CPU with even splits, ranks send messages or read the sender's
-    memory directly."""
+    """All-to-all; arguments and result as in torch. CPU ranks of one machine use shared memory for even splits."""
     even = not (async_op or output_split_sizes or input_split_sizes) and output.dtype == input.dtype
     axis = _route(group, output, input) if even else None
     if axis is None or output.numel() != input.numel() or input.numel() % axis.size:
@@ -220,14 +220,14 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Broadcast like torch's `broadcast`."""
+    """Broadcast; arguments and result as in torch. CPU ranks of one machine use shared memory."""
     axis = None if async_op else _route(group, tensor)
     shared = None if axis is None else axis.shared
     if axis is None or shared is None or (src is None) == (group_src is None):
         return dist.broadcast(tensor, src, group, async_op, group_src)
     ranks = axis.ranks
     if group_src is None and src not in ranks:
-        return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
+        return dist.broadcast(tensor, src, group, async_op)  # raises torch's error
     shared.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
     return None
 
@@ -256,7 +256,7 @@ scatter_object_list = timed_op(dist.scatter_object_list)
 
 
 class ObjectExchange:
-    """Exchange of pickled objects between ranks."""
+    """All-gather of pickled objects; a simulation replaces it."""
 
     def gather(self, axis: Axis, local: Any) -> list[Any]:
         everyone: list[Any] = [local] * axis.size
@@ -265,7 +265,7 @@ class ObjectExchange:
         return everyone
 
     def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
-        """Gather the objects of the ranks that exist, by position."""
+        """Gather the objects of the ranks that exist, by position on the axis; a simulation has one rank."""
         return dict(enumerate(self.gather(axis, local)))
 
 
@@ -273,7 +273,7 @@ object_exchange = Replaceable(ObjectExchange())
 
 
 def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
-    """Gather the pickled object of each rank of an axis, by position. All ranks must call this."""
+    """Gather a picklable object from each rank of an axis, in rank order. All ranks must call this."""
     return object_exchange.current.gather(axis, local)
 
 
@@ -293,7 +293,7 @@ class P2POp(dist.P2POp):
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
-    """Start all sends and receives at once; returns one handle per operation (NCCL: one for all)."""
+    """Start all sends and receives at once; returns one handle per operation (NCCL: one handle for all)."""
     require_group()
     label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
     event = ClientCollective(label)
@@ -302,7 +302,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
 
 
 class _All:
-    """Several pending collectives that are waited for together."""
+    """Handle of several pending collectives."""
 
     def __init__(self, pending: list[Pending]) -> None:
         self._pending = pending
@@ -330,7 +330,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **labels: Any,
 ) -> _All | None:
-    """All-reduce every tensor in place."""
+    """All-reduce every tensor in place; with `async_op`, returns a handle. `labels`: arguments of `timed_op`."""
     return _All.start([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
 
 
@@ -341,23 +341,23 @@ def all_gather_coalesced(
     async_op: bool = False,
     **labels: Any,
 ) -> _All | None:
-    """Run `all_gather_into_tensor` for every pair of output and input."""
+    """Run `all_gather_into_tensor` for every pair of output and input; see `all_reduce_coalesced`."""
     start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _All.start([partial(start, output, tensor) for output, tensor in pairs], async_op)
 
 
 class TorchBackend:
-    """Backend object with the collectives as methods; process groups come from `init_distributed`."""
+    """Class with the getters of DeepSpeed's `TorchBackend` that programs call; it needs no instance."""
 
     @classmethod
     def get_all_gather_function(cls) -> Any:
-        """Return the function that all-gathers into one tensor."""
+        """Return `all_gather_into_tensor`."""
         return all_gather_into_tensor
 
     @classmethod
     def get_reduce_scatter_function(cls) -> Any:
-        """Return the function that reduce-scatters one tensor."""
+        """Return `reduce_scatter_tensor`."""
         return reduce_scatter_tensor
 
 
@@ -368,14 +368,14 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """All-gather the shards of each parameter group in place.
+    """All-gather the shards of each parameter group in place. All ranks must call this.
 
     Args:
         groups_flat: flat buffers that contain the shards, or None; not used.
         partitioned_param_groups: for each group, the shards by rank: 1-D, equal sizes. Each rank sends its own shard.
         dp_process_group: process group of each parameter group; None: all ranks.
         start_alignment_factor: accepted, without effect: shards are sent unaligned.
-        allgather_bucket_size: maximum number of elements that one message fills over all ranks.
+        allgather_bucket_size: maximum number of elements that one all-gather returns.
     """
     for shards, group in zip(partitioned_param_groups, dp_process_group, strict=True):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -407,7 +407,7 @@ def get_logged_comm_ops() -> list[str]:
 
 
 def get_comm_operation_count(op_name: str | None = None) -> int:
-    """Return the number of timed calls of one operation, or of all operations."""
+    """Return the number of timed calls of the operation `op_name`; None: of all operations."""
     names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
     comms_logger.settle()
     return sum(times.calls for name in names for times in comms_logger.times[name].values())

@@ -1,9 +1,9 @@
-"""An axis: a set of ranks that share a state, and the point-to-point messages between them.
+"""Axes: sets of ranks that communicate, such as the ranks along one dim of a mesh, with their process groups.
 
-[Note: one axis per set] The dimensions of a mesh often cover the same ranks (with two ranks, `dp` is the world and also
-the client's own group). Messages are distinguished by channel, and channels are numbered per axis. So all messages
-between the same ranks use one `Axis`, whatever name or process group it was requested by. Process groups are created
-once per set of ranks and live as long as the world: creating one is a collective of all ranks and uses descriptors and
+[Note: one axis per set] The dims of a mesh often contain the same ranks (with two ranks, `dp` is the world and also the
+client's own group). Messages are distinguished by channel, and channels are numbered per axis. So all messages between
+the same ranks use one `Axis`, whatever name or process group it was requested by. Process groups are created once per
+set of ranks and are destroyed only with the world: creating one is a collective of all ranks, and uses descriptors and
 threads that an engine must not leak.
 """
 
@@ -31,8 +31,8 @@ from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 
 PUBLIC = 1  # the channel of the public collectives of each axis
-# Ranks of a host from which on sums are formed within hosts first: with two, as many bytes cross hosts in fp32 (half
-# as many sums, twice as wide) as without.
+# Minimum number of ranks per host for hierarchical sums. With two, half as many sums cross hosts, but in fp32 and so
+# twice as wide: no bytes are saved.
 FEWEST_PER_HOST = 3
 
 
@@ -43,7 +43,7 @@ def tag_of(channel: int, kind: int, seq: int) -> int:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of an axis: each has the same number of consecutive ranks."""
+    """Hosts of an axis: `count` hosts with the same number of consecutive ranks, and the axis within this one."""
 
     count: int
     within: Axis
@@ -51,13 +51,16 @@ class Hosts:
 
 @dataclass(eq=False)
 class Axis:
-    """The ranks along one mesh dimension; dimensions with equal ranks share one axis.
+    """The ranks along one mesh dim; dims with equal ranks share one axis.
 
     Args:
+        name: name in labels; several names are joined by "+".
         ranks: global ranks, ascending.
         rank: position of this process in `ranks`.
         group: process group of `ranks`; None if nothing is sent: one rank, or meta tensors.
         tagged: messages have tags (gloo on CPU), so ranks may send in different orders.
+        shared: memory that all ranks of the axis can read, or None.
+        hosts: set on axes of reductions that start within hosts.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Axis:
     tagged: bool
     shared: SharedMemory | None = field(default=None, repr=False)
     hosts: Hosts | None = field(default=None, repr=False)
-    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
+    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels of dropped engines, still served
     _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
     _public: itertools.count = field(default_factory=itertools.count, repr=False)
     _reductions: Axis | None = field(default=None, repr=False)
@@ -75,7 +78,7 @@ class Axis:
 
     @property
     def reductions(self) -> Axis:
-        """Return the axis with the communicator of `AxisRegistry.separate_reductions`; this axis if there is none."""
+        """Return the axis to reduce over, with the communicator of `AxisRegistry.separate_reductions` if it exists."""
         return self._reductions or self
 
     @property
@@ -88,11 +91,11 @@ class Axis:
         return [r for r in range(self.size) if r != self.rank]
 
     def channel(self) -> int:
-        """Open a message channel. Ranks open channels in the same order, so their numbers agree without a message."""
+        """Return the number of a new message channel. All ranks open channels in the same order, so numbers agree."""
         return next(self._channels)
 
     def public_tag(self, kind: int) -> int:
-        """Return the tag of the next message on channel `PUBLIC`. All ranks call an axis's collectives in one order."""
+        """Return the tag of the next public message of a kind (`EXCHANGE`, …); all ranks call this in one order."""
         return tag_of(PUBLIC, kind, next(self._public))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -117,10 +120,10 @@ class Axis:
         return all(cut == r * cuts[1] for r, cut in enumerate(cuts))
 
     def can_all_reduce(self, dtype: torch.dtype) -> bool:
-        """Return whether `all_reduce_sum` sums in rank order for any order of launches.
+        """Return whether `all_reduce_sum` supports this axis: shared memory, or two ranks without tags and fp32.
 
-        The backend's all-reduce has no tags, but ranks with different branches launch in different orders. So it serves
-        only axes without tags.
+        The backend's all-reduce equals a sum in rank order only for two ranks. It has no tags, so ranks of a tagged
+        axis, which may start collectives in different orders, cannot use it.
         """
         return self.shared is not None or (dtype == torch.float32 and self.size == 2 and not self.tagged)
 
@@ -130,7 +133,7 @@ class Axis:
             return 0
         count, ranks_here = 0, set(self.ranks)
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-            # torch lists groups that this rank is not in too, under a number.
+            # torch also lists groups without this rank, under a number.
             if isinstance(group, dist.ProcessGroup) and len(ranks_here.intersection(ranks)) > 1:
                 with suppress(RuntimeError):  # a backend that does not count
                     count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -141,14 +144,14 @@ class Axis:
 
     @property
     def has_host_backend(self) -> bool:
-        """Return whether an axis on a device can also send from host memory ("cpu:gloo,cuda:nccl")."""
+        """Return whether the process group can send from host memory (as with "cpu:gloo,cuda:nccl")."""
         return self.group is not None and torch.device("cpu") in self.group._device_types
 
     def message_groups(self, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
-        """Create a communicator for each edge (sender, receiver), by position. All ranks of the world must call this.
+        """Create a communicator for each edge (sender, receiver). All ranks of the world must call this.
 
         Two stages that send to each other over one communicator without tags would deadlock, so each direction has its
-        own. With tags no communicator is needed: each entry is None.
+        own. Edges are positions on the axis. With tags no communicator is needed: each entry is None.
         """
         if self.tagged or self.group is None:
             return [None] * len(edges)
@@ -167,18 +170,26 @@ class Axis:
 
 
 def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
-    """Return the axis of all ranks of the process group, or of this process alone if there is no group."""
+    """Return the axis of all ranks of the process group, or of this process alone if there is no group.
+
+    All ranks must call this; `name` and `device` as in `axis_of`.
+    """
     return axis_of(range(dist.get_world_size() if dist.is_initialized() else 1), name, device)
 
 
 def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
-    """Return the axis of a client's process group (of an mpu or data_parallel_group). Collective over the group."""
+    """Return the axis of a client's process group, such as an `mpu`'s; see `axis_of`. Collective over the group."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     return axes_here().axis(ranks, name, device, group)
 
 
 def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
-    """Return the axis of exactly these ranks; on the CPU unless `device` is given. These ranks must call this together.
+    """Return the axis of exactly these ranks, which must call this together.
+
+    Args:
+        ranks: global ranks in any order, this one among them.
+        name: name in labels.
+        device: device of the tensors that are sent; None: CPU.
 
     Raises:
         ArgumentError: `ranks` repeats a rank, has one outside of the world, or lacks this one.
@@ -196,8 +207,10 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
 def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
     """Partition the world into rows and return the axis of this rank's row. All ranks of the world must call this.
 
+    Other arguments as in `axis_of`.
+
     Raises:
-        ArgumentError: the rows are no partition of the world.
+        ArgumentError: the rows are not a partition of the world.
     """
     registry = axes_here()
     cut = [tuple(sorted(row)) for row in rows]
@@ -217,7 +230,7 @@ def require_group() -> None:
 
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
-    """Call torch's new_group under the watchdog. Collective over the world, in one order."""
+    """Call torch's new_group under the watchdog; arguments and result as there. All ranks call this in one order."""
     with CollectiveEvent.of_world(f"new_group {ranks or 'of all ranks'}"):
         return dist.new_group(ranks, timeout, backend, **options)
 
@@ -230,9 +243,9 @@ class AxisRegistry:
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
-        """Create the missing process groups. Every rank creates all groups in one order, as torch requires.
+        """Create the missing process groups of rows of ranks; all ranks of the world must call this with equal rows.
 
-        No group is needed on "meta", where nothing is sent.
+        `where` is a device type; on "meta" nothing is sent, and no group is created.
         """
         for row in rows if where != "meta" else ():
             if 1 < len(row) < self.size and row not in self.made:
@@ -241,7 +254,10 @@ class AxisRegistry:
     def axis(
         self, ranks: tuple[int, ...], name: str, device: torch.device | None, group: dist.ProcessGroup | None = None
     ) -> Axis:
-        """Return the axis of `ranks`; the first call creates it over an existing process group."""
+        """Return the axis of `ranks` (ascending); the first call creates it over an existing process group.
+
+        Arguments as in `axis_of`, and `group`: a process group of the client. Raises UsageError if there is no group.
+        """
         where = "cpu" if device is None else device.type
         known = self.axes.get((ranks, where))
         if known is None or not self._alive(known.group):
@@ -252,7 +268,7 @@ class AxisRegistry:
         me = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, ranks, 0, None, True)
-        if where == "meta":  # a simulation: nothing has bytes that could travel
+        if where == "meta":  # a simulation, whose tensors have no values to send
             return Axis(name, ranks, me, None, False)
         group = self._group(ranks, name, where, group)
         tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
@@ -261,7 +277,7 @@ class AxisRegistry:
     def _group(
         self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None
     ) -> dist.ProcessGroup:
-        """Return a process group of these ranks: the world's, one made here, another axis's, or the client's."""
+        """Return the group of these ranks: the world, one of `make_groups`, another axis's, or the client's `group`."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
         alive = [candidate for candidate in own if candidate is not None and self._alive(candidate)]
@@ -270,11 +286,10 @@ class AxisRegistry:
         return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
     def separate_reductions(self, axes: Iterable[Axis], everyone: Axis) -> None:
-        """Create separate communicators for reductions, since a communicator runs calls in order and delays gathers.
+        """Create separate communicators for reductions over `axes`, which would delay gathers on the same communicator.
 
-        Axes with tags need none. Axes differ between ranks (for example between pipeline stages), and torch numbers
-        groups in the order of creation. So all ranks of `everyone` exchange their needs and create all of them
-        together.
+        Axes with tags need none. Axes differ between ranks (for example between pipeline stages), and all ranks must
+        create groups in the same order. So all ranks of `everyone` must call this; they exchange their needs first.
         """
         self._make_reductions(
             [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None], everyone
@@ -297,14 +312,17 @@ class AxisRegistry:
 
     @staticmethod
     def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
-        """Split ranks by host; empty if a split saves nothing, or hosts differ in the number of consecutive ranks."""
+        """Split ranks by host; returns [] if hierarchical sums save nothing, or hosts have different numbers of ranks.
+
+        `hosts` is a key of the host by rank; the ranks of a host must be consecutive.
+        """
         rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
         alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
         return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
 
     @staticmethod
     def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the communicators of a reducing axis: the whole axis as (0, ranks), each host as (1, ranks)."""
+        """Return the communicators of a reducing axis: the axis as (0, ranks), each row of `by_host` as (1, row)."""
         return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
 
     @staticmethod
@@ -325,7 +343,7 @@ class AxisRegistry:
 
     @staticmethod
     def _moves(group: dist.ProcessGroup, where: str) -> bool:
-        """Return whether the group's backend supports that device; a client's group may, if the world's does not."""
+        """Return whether the group's backend supports the device type `where`."""
         return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
 
     @staticmethod
@@ -339,9 +357,9 @@ class AxisRegistry:
 
     @staticmethod
     def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
-        """Return a host key by rank: the host name, plus the host's first rank since containers can share names.
+        """Return a key of each rank's host: (host name, first rank on the host), since containers can share names.
 
-        If all ranks of a name have LOCAL_RANK 0, the first rank is left out: the variable then does not number them.
+        The first rank is 0 for hosts whose ranks all have LOCAL_RANK 0: there it does not count the ranks of the host.
         """
         numbered = {name for name, local in places if local}
         return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
@@ -352,7 +370,7 @@ _registries: dict[dist.ProcessGroup | None, AxisRegistry] = {}  # by world; one 
 
 
 def axes_here() -> AxisRegistry:
-    """Return the axis registry of the current world; the registry of an earlier world is dropped."""
+    """Return the axis registry of the current process group; the registry of an earlier one is dropped."""
     world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     if world not in _registries:
         forget_axes()
@@ -362,7 +380,7 @@ def axes_here() -> AxisRegistry:
 
 @released_in(Phase.AXES)
 def forget_axes() -> None:
-    """Drop all axes after process groups ended or changed. Code that stores an axis calls `axes_here` again."""
+    """Drop all axes after process groups were destroyed or changed; axes stored elsewhere are invalid then."""
     _registries.clear()
     forget_shared_memory()
 
@@ -371,7 +389,7 @@ _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by world group: a 
 
 
 def get_own_group() -> Any:
-    """Return a group that contains only this process; other ranks need not call."""
+    """Return a group of only this process; other ranks need not call this. UsageError without a process group."""
     require_group()
     world = dist.distributed_c10d._get_default_group()
     if world not in _groups:

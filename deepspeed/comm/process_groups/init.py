@@ -24,23 +24,23 @@ from deepspeed.errors import ArgumentError, CommError, CommTimeoutError, NotAvai
 from deepspeed.foundation.log import log_once, log_rank0
 
 # [Note: the handshake]
-# A store may outlive an attempt (torchrun's does), and two jobs may be told one port. So no key says what it was
-# written for by a count: counts differ between hosts after a restart. Each rank writes `hello/<rank>`, a number it has
-# just drawn. Rank 0 reads all of them and writes the roster: a name of its own and the numbers. A rank that finds its
-# number there confirms under that name; when all have, rank 0 says `go`, and the name is the prefix of all later keys.
-# A rank that was started anew changes its number, and rank 0 names another roster. A number of an earlier attempt is
-# confirmed by nobody. All keys begin with the job's id, so that another job's ranks cannot be taken for ours.
+# A store may exist longer than an attempt (torchrun's does), and two jobs may have been given the same port. Keys
+# cannot contain a count of attempts, since counts differ between hosts after a restart. So each rank writes a random
+# nonce to `hello/<rank>`. Rank 0 reads all nonces and writes the `roster`: a random id and the nonces. A rank that
+# finds its nonce there writes `ack/<id>/<rank>`; when all have, rank 0 writes `go/<id>`, and the id is the prefix of
+# all later keys. A restarted rank writes a new nonce, so rank 0 writes another roster; a roster with a nonce of an
+# earlier attempt is never confirmed by all. All keys begin with the job's id, so that jobs cannot be mixed up.
 
 Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
 
-_POLL_S = (0.002, 0.05)  # seconds between two looks, at first and in the end
+_POLL_S = (0.002, 0.05)  # seconds between two polls, at first and later
 _JOB_NAMES = (
     "DS_JOB_ID", "TORCHELASTIC_RUN_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "LSB_JOBID",
     "PBS_JOBID", "TRAINING_JOB_NAME", "AZUREML_RUN_ID",
 )  # fmt: skip
 
 
-_stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there
+_stores: dict[str, Store] = {}  # by rendezvous URL, as long as a group uses them
 
 
 released_in(Phase.STORES)(_stores.clear)
@@ -55,7 +55,7 @@ class _Rendezvous:
         self._job = names[0] if names else "unnamed"
 
     def meet(self) -> Store:
-        """Return the store of the new group, with its own key prefix. A world of one rank needs no port."""
+        """Return the store of the new group, with its own key prefix; errors as in `_agree`. One rank needs no port."""
         world, limit = self._world, self._limit
         if world.size == 1 and self._init_method is None:
             return dist.HashStore()
@@ -69,14 +69,14 @@ class _Rendezvous:
                 store.set_timeout(limit)
                 return dist.PrefixStore(self._agree(store), store)
             except dist.DistNetworkError:
-                # The server of the group before, which rank 0 had not ended yet: its next one comes to the same place.
+                # The server of the previous group, which rank 0 has stopped since; the next one has the same address.
                 _stores.pop(url, None)
                 if world.rank == 0 or time.monotonic() > end:
                     raise
                 time.sleep(_POLL_S[1])
 
     def _open_store(self) -> Store:
-        """Open the store of the run, before the ranks have agreed."""
+        """Connect to the store, whose keys the ranks have not agreed on yet; rank 0 starts the server."""
         world, init_method = self._world, self._init_method
         if init_method is not None and not init_method.startswith("tcp://"):
             return next(dist.rendezvous(init_method, world.rank, world.size, timeout=self._limit))[0]
@@ -84,7 +84,7 @@ class _Rendezvous:
         if init_method is not None:
             host, _, number = init_method.removeprefix("tcp://").partition("?")[0].rpartition(":")
             host, port = host.strip("[]"), int(number)
-        # torch's own way puts torchrun's restart count into the keys; it differs between hosts
+        # torch's rendezvous would put torchrun's restart count into the keys, which differs between hosts
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = world.rank == 0 and not agent
         return dist.TCPStore(
@@ -95,14 +95,14 @@ class _Rendezvous:
         """Agree with the other ranks on a unique prefix for the keys of this group.
 
         Raises:
-            CommTimeoutError: not all ranks arrived. The message names the missing ones.
+            CommTimeoutError: not all ranks arrived in time. The message names the missing ones.
             CommError: two processes have the same rank, or the store belongs to another job.
         """
         rank, limit = self._world.rank, self._limit.total_seconds()
         own = dist.PrefixStore(f"deepspeed.meet/{self._job}", store)
         nonce = secrets.token_hex(8)
         if rank == 0:
-            store.set("deepspeed.meet.owner", self._job)  # whose store this is
+            store.set("deepspeed.meet.owner", self._job)  # the job that uses this store
         own.set(f"hello/{rank}", nonce)
         end = time.monotonic() + limit
         pause, end_pause = _POLL_S
@@ -118,7 +118,7 @@ class _Rendezvous:
         return agreed
 
     def _lead(self, own: Store) -> Callable[[], str | None]:
-        """Return rank 0's polling function: it proposes rosters until all ranks have confirmed one."""
+        """Create rank 0's polling function: it proposes rosters until all ranks have confirmed one."""
         rank, size = self._world.rank, self._world.size
         hellos = [f"hello/{other}" for other in range(size)]
         named: dict[str, Any] = {"nonces": [], "id": ""}
@@ -140,7 +140,7 @@ class _Rendezvous:
         return look
 
     def _follow(self, own: Store, store: Store, nonce: str) -> Callable[[], str | None]:
-        """Return the polling function of other ranks: it confirms a roster that contains this rank's nonce."""
+        """Create the polling function of the other ranks: it confirms a roster that contains this rank's nonce."""
         rank, job = self._world.rank, self._job
         confirmed: set[str] = set()
 
@@ -193,15 +193,16 @@ def init_distributed(
         verbose: log one line on rank 0.
         timeout: maximum time of one collective; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
-        dist_init_required: False adopts an existing group and does not create one.
+        dist_init_required: False adopts an existing group and does not create one; None and True create a missing one.
         config: the DeepSpeed configuration, for its `comms_logger` block.
-        rank: rank of this process; needs `world_size`.
+        rank: rank of this process, together with `world_size`; -1: from the environment.
         world_size: number of processes.
 
     Raises:
         ArgumentError: the environment or the arguments are contradictory.
         NotAvailableError: the backend is not part of this build of torch.
         CommTimeoutError: not all ranks arrived in time.
+        CommError: the rendezvous failed otherwise, for example because two processes have the same rank.
     """
     if config is not None:
         configure(config)
@@ -218,7 +219,11 @@ def init_distributed(
 
 
 def default_timeout(timeout: timedelta | None = None) -> timedelta:
-    """Return `timeout`, else DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes."""
+    """Return `timeout`, else DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes.
+
+    Raises:
+        ArgumentError: the value is not a positive time.
+    """
     text = os.environ.get("DEEPSPEED_TIMEOUT")
     if timeout is None and not text:
         return watchdog.DEFAULT_TIMEOUT
@@ -234,7 +239,11 @@ def default_timeout(timeout: timedelta | None = None) -> timedelta:
 
 
 def choose_backend(asked: str | None) -> str:
-    """Return the backend to use: `asked`, or the accelerator's if None; gloo instead of NCCL without CUDA."""
+    """Return the backend to use: `asked`, or the accelerator's if None; gloo instead of NCCL without CUDA.
+
+    Raises:
+        NotAvailableError: this build of torch does not have the backend.
+    """
     accelerator = get_accelerator()
     own = accelerator.communication_backend_name()
     backend = (asked or ("cpu:gloo,cuda:nccl" if own == "nccl" else own)).lower()
@@ -249,7 +258,7 @@ def choose_backend(asked: str | None) -> str:
 
 
 def _bind_device(world: World) -> None:
-    """Select the device with the local rank's index."""
+    """Select the device with the local rank's index; raises ArgumentError if the process does not see it."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
@@ -295,7 +304,7 @@ def _adopt(rank: int, size: int) -> None:
         )
     group = dist.distributed_c10d._get_default_group()
     backends = [group._get_backend(device) for device in group._device_types]
-    if any(backend.name() != "fake" for backend in backends):  # which plans without communicating: no need of a watch
+    if any(backend.name() != "fake" for backend in backends):  # a fake backend does not communicate: no watchdog
         limits = [_limit_of(backend) for backend in backends]
         watchdog.start(dist.distributed_c10d._get_default_store(), here, world, max(limits))
     wind_up_with_the_groups()
@@ -305,7 +314,7 @@ def _limit_of(backend: Any) -> timedelta:
     """Return the timeout of a backend's collectives; the default if the backend has none."""
     try:
         return backend.options._timeout
-    except (AttributeError, RuntimeError):  # no options, none that Python sees, or a base class that refuses
+    except (AttributeError, RuntimeError):  # no options, or none that Python can read
         return default_timeout()
 
 

@@ -33,7 +33,10 @@ class World:
 
     @classmethod
     def from_values(cls, values: Mapping[str, str], source: str, port: int) -> World:
-        """Parse and check RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+        """Parse RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; raises ArgumentError if one is invalid.
+
+        `source` is for the error message, `port` is the default of MASTER_PORT.
+        """
 
         def number(name: str, default: int | None) -> int:
             text = values.get(name) or (None if default is None else str(default))
@@ -54,7 +57,7 @@ class World:
 
     @classmethod
     def of_one(cls, env: Environment, port: int) -> World:
-        """Return a world of this process alone; raises in a batch script whose tasks were not started."""
+        """Return a world of this process alone; raises ArgumentError in a SLURM script that did not start its tasks."""
         tasks = env.get("SLURM_NTASKS", "")
         in_step = any(name.startswith("SLURM_STEP") for name in env)
         if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
@@ -79,14 +82,20 @@ class World:
 
 @dataclass(frozen=True)
 class Claim:
-    """Rank, local rank and world size from one source of environment variables."""
+    """Rank, local rank, world size and address from one source of environment variables.
+
+    Args:
+        source: name of the source in messages.
+        values: by torchrun's name (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        names: the source's own variable for each of these names.
+    """
 
     source: str
     values: dict[str, str]
     names: dict[str, str] = field(default_factory=dict[str, str])
 
     def describe(self, name: str) -> str:
-        """Format a value with the name of its environment variable."""
+        """Format a value with the name of its environment variable, for an error message."""
         return f"{self.names.get(name, name)}={self.values.get(name, '(not set)')}"
 
     def place(self) -> tuple[int, int] | None:
@@ -100,17 +109,17 @@ class Claim:
         return cls(source, values, dict(names))
 
     def on_one_machine(self) -> Claim:
-        """Set rank 0's address to this machine if all ranks run here."""
+        """Set rank 0's address to this machine if all ranks run on it; returns this object."""
         if self.values.get("LOCAL_WORLD_SIZE") == self.values.get("WORLD_SIZE"):
             self.values["MASTER_ADDR"] = "127.0.0.1"
         return self
 
     def compare(self, others: list[Claim]) -> None:
-        """Raise if this source and another one that knows of several ranks contradict each other."""
+        """Raise ArgumentError if one of `others` has several ranks, and another rank or world size than this source."""
         own = self.place()
         others = [
             other for other in others if (other.place() or (0, 1))[1] > 1
-        ]  # one task of its own may hold any world
+        ]  # a single task may itself start a world of any size
         for other in others:
             place = other.place()
             if own is None or place is None or place == own:
@@ -123,11 +132,17 @@ class Claim:
 
 
 def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
-    """Determine and compare rank and world size from the arguments, RANK and WORLD_SIZE, and launchers' variables.
+    """Determine this process's rank, the world size and rank 0's address, and set the missing environment variables.
+
+    Args:
+        rank: rank; -1: from RANK, else from the variables of a launcher.
+        size: world size; -1: as for `rank`.
+        port: port of rank 0 if MASTER_PORT is not set.
+        look_further: read and compare the variables of launchers and schedulers too.
+        root: folder in which SageMaker's files are searched.
 
     Raises:
-        ArgumentError: a value is missing or no number, two sources contradict each other, or the address of rank 0 is
-            unknown.
+        ArgumentError: a value is missing or not a number, or two sources contradict each other.
     """
     env = os.environ
     claim = Claim("arguments", {"RANK": str(rank), "WORLD_SIZE": str(size)}) if rank >= 0 and size > 0 else None
@@ -137,14 +152,14 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
     if claim is not None:
         named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
         claim = Claim(claim.source, {**named, **claim.values})
-        # A launcher between this process and what the scheduler started gives other ranks, rightly.
+        # A launcher that runs inside of the scheduler's tasks assigns other ranks, and its ranks are the right ones.
         others = [] if env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID") else others
     elif others:
         claim, others = others[0], others[1:]
     if claim is None:
         return World.of_one(env if look_further else {}, port)
     claim.compare(others)
-    for other in others:  # what one does not say, another may
+    for other in others:  # each fills in values that are still missing
         claim = Claim(claim.source, {**other.values, **claim.values}, {**other.names, **claim.names})
     place = World.from_values(
         {**claim.values, **{key: value for key, value in env.items() if value}}, claim.source, port
@@ -159,7 +174,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
 
 
 def claims(env: Environment, root: str = "/") -> list[Claim]:
-    """Return the values of each source, the most specific source first."""
+    """Return the claim of each source whose variables are set, the most specific source first."""
     probes: tuple[Callable[[Environment], Claim | None], ...] = (
         lambda e: from_sagemaker(e, root),
         from_open_mpi,
@@ -185,9 +200,12 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
 
 
 def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
-    """Read SageMaker: MPI's ranks if it runs MPI, else one process per host. The first host is the master.
+    """Read the variables of SageMaker: MPI's ranks if it runs MPI, else one process per host; None without hosts.
 
-    In a container with a custom entry point, only a file lists the hosts.
+    The first host is the master. A container with a custom entry point has no variables, only a file under `root`.
+
+    Raises:
+        ArgumentError: the variables contradict each other or the file.
     """
     named: list[str] = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
     try:
@@ -216,7 +234,7 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def from_open_mpi(env: Environment) -> Claim | None:
-    """Read the variables of Open MPI's mpirun, also within Azure ML."""
+    """Read the variables of Open MPI's mpirun, and Azure ML's master node; None if they are not set."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"
@@ -240,7 +258,7 @@ def from_open_mpi(env: Environment) -> Claim | None:
 
 
 def from_mvapich(env: Environment) -> Claim | None:
-    """Read the variables of MVAPICH2's mpirun."""
+    """Read the variables of MVAPICH2's mpirun; None if they are not set."""
     if "MV2_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "MV2_COMM_WORLD_"
@@ -250,7 +268,7 @@ def from_mvapich(env: Environment) -> Claim | None:
 
 
 def from_jsm(env: Environment) -> Claim | None:
-    """Read the variables of LSF's jsrun; the first host that is no launch node is the master."""
+    """Read the variables of LSF's jsrun; None if not set. The master is the first host that is not a launch node."""
     if "JSM_NAMESPACE_SIZE" not in env:
         return None
     prefix = "JSM_NAMESPACE_"
@@ -266,7 +284,7 @@ def from_jsm(env: Environment) -> Claim | None:
 
 
 def from_pmi(env: Environment) -> Claim | None:
-    """Read hydra's variables: MPICH, Intel MPI and Cray PALS."""
+    """Read the variables of the hydra launcher (MPICH, Intel MPI) and of Cray PALS; None if they are not set."""
     if "PMI_RANK" not in env or "PMI_SIZE" not in env:
         return None
     local = "PALS_LOCAL_RANKID" if "PALS_LOCAL_RANKID" in env else "MPI_LOCALRANKID"
@@ -276,7 +294,10 @@ def from_pmi(env: Environment) -> Claim | None:
 
 
 def from_slurm(env: Environment) -> Claim | None:
-    """Read the variables of srun: one process per task. The first node of the list ("gpu[003-007]") is the master."""
+    """Read the variables of SLURM's srun, with one process per task; None if not set, or in the batch script itself.
+
+    The master is the first node of the node list, for example gpu003 of "gpu[003-007]".
+    """
     size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     if "SLURM_PROCID" not in env or size not in env:
         return None
@@ -291,7 +312,7 @@ def from_slurm(env: Environment) -> Claim | None:
 
 
 def from_pods(env: Environment) -> Claim | None:
-    """Read the variables of Kubeflow's PyTorchJob and Trainer, which count pods: one process per pod."""
+    """Read the variables of Kubeflow's PyTorchJob and Trainer, with one process per pod; None if they are not set."""
     if not (env.get("PET_NNODES", "").isdigit() and env.get("PET_NODE_RANK")):
         return None
     names = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
@@ -302,9 +323,10 @@ def from_pods(env: Environment) -> Claim | None:
 
 
 def from_indexed_job(env: Environment) -> Claim | None:
-    """Read a Kubernetes Indexed Job: the index is from Kubernetes, the number of pods from the manifest.
+    """Read the variables of a Kubernetes Indexed Job; None outside of one.
 
-    Pods are named <job>-<index>, so rank 0's host name is known if a headless service exists.
+    Kubernetes sets the index, and the manifest WORLD_SIZE; without it, raises ArgumentError. Pods are named
+    <job>-<index>, so rank 0's host name is known if a headless service exists.
     """
     index = env.get("JOB_COMPLETION_INDEX", "")
     if not index:
@@ -323,7 +345,7 @@ def from_indexed_job(env: Environment) -> Claim | None:
 
 
 def from_mpi4py(env: Environment) -> Claim | None:
-    """Read rank and size from mpi4py if it is installed and MPI started this process."""
+    """Read rank and size from mpi4py, a collective of MPI; None if it is not installed or MPI is not in use."""
     if not any(name.startswith(("PMI_", "PMIX_", "OMPI_")) for name in env):
         return None
     try:

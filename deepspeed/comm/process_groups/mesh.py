@@ -2,10 +2,10 @@
 
 Dims, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the sharded state (hybrid sharding), `dp_shard`
 ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Consecutive ranks differ in the
-innermost dim first. Ranks that differ only in `dp_*` or `sp` hold the same model slice, so ZeRO shards over them.
+innermost dim first. Ranks that differ only in `dp_*` or `sp` have the same model slice, so ZeRO shards over them.
 
 Expert parallelism divides `dp_shard x sp` into `edp x ep`: `ep` consecutive ranks divide a layer's experts, and ranks
-that differ only in `edp` hold the same experts. Layers may have different `ep` sizes on one mesh.
+that differ only in `edp` have the same experts. Layers may have different `ep` sizes on one mesh.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from deepspeed.errors import MeshError
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 DATA = ("dp_replicate", "dp_shard")  # ranks along these see different samples
-REPLICATED = (*DATA, "sp")  # ranks along these hold the same model slice
+REPLICATED = (*DATA, "sp")  # ranks along these have the same model slice
 SHARD = ("dp_shard", "sp")  # ranks along these share one copy of the state
-EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep", "tp")  # of the parameters of experts, in place of `DIMS`
-MODEL = ("pp", "tp")  # ranks along these hold different slices of the model
+EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep", "tp")  # dims for parameters of experts
+MODEL = ("pp", "tp")  # ranks along these have different slices of the model
 
-Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, who asked
+Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, origin for messages (such as a configuration key)
 
 
 class Mesh:
-    """The coordinates of every rank.
+    """Device mesh: the coordinates of every rank. All ranks must create it.
 
-    A mesh is also a model-parallel unit: it has the methods of both families of `mpu` that scripts use.
+    A mesh can be passed as `mpu`: it has methods such as `get_tensor_model_parallel_group` (Megatron) and
+    `get_slice_parallel_rank` (older units).
 
     Args:
         sizes: ranks along each dim; a missing dim has size 1.
         ranks: global ranks in the order of their coordinates, the last dim fastest; None: 0, 1, 2, …
-        device: device for messages on the mesh's axes.
+        device: device of the tensors that are sent along the axes; None: CPU.
+
+    Raises:
+        MeshError: a dim is unknown, or the sizes do not multiply to the number of started ranks.
 
     Example:
         >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on 4 ranks
@@ -65,7 +69,7 @@ class Mesh:
         self._at = {rank: self._coordinates(index) for index, rank in enumerate(self.ranks)}
         self._axes: dict[tuple[tuple[str, ...], frozenset[int] | None, int], Axis] = {}
         for dims in (DIMS, DATA, REPLICATED, SHARD, MODEL, *((dim,) for dim in DIMS)):
-            self.axis(*dims)  # every rank makes every group, at one moment and in one order
+            self.axis(*dims)  # all ranks create all groups here, in the same order
 
     def _coordinates(self, index: int) -> dict[str, int]:
         coordinates = {}
@@ -111,7 +115,7 @@ class Mesh:
         return [tuple(sorted(row)) for row in rows.values()]
 
     def expert_coordinates(self, rank: int, ep: int) -> dict[str, int]:
-        """Return a rank's coordinates along `EXPERT_DIMS`."""
+        """Return a rank's coordinates along `EXPERT_DIMS`; raises MeshError unless `ep` divides dp_shard x sp."""
         length = self.size(*SHARD)
         if ep < 1 or length % ep:
             fits = [n for n in range(1, length + 1) if length % n == 0]
@@ -122,7 +126,7 @@ class Mesh:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Return whether every rank holds the whole model."""
+        """Return whether pp and tp have size 1, so that every rank has the whole model (or its ZeRO shards)."""
         return self.size(*MODEL) == 1
 
     def describe(self) -> str:
@@ -162,7 +166,7 @@ class Mesh:
             )
         ranks_by_dim = {dim: cls._ranks_of_unit(mpu, calls) for dim, calls in _GROUPS.items()}
         size = ranks_started()
-        if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
+        if mpu.get_data_parallel_group() is None:  # the remaining ranks are data-parallel
             named = [(dim, len(row), "mpu") for dim, row in ranks_by_dim.items() if dim != "dp"]
             return mesh_for(resolve(size, [*named, *asked]), None, device)
         everyone: list[Any] = [ranks_by_dim]
@@ -191,7 +195,7 @@ class Mesh:
             return [0]
         return list(range(dist.get_world_size())) if calls == _GROUPS["dp"] else [dist.get_rank()]
 
-    # -- the names by which scripts ask a model-parallel unit ------------------------------------------------------
+    # -- methods of a model-parallel unit (mpu) --------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         match = self._unit_name(name)
@@ -201,7 +205,7 @@ class Mesh:
         return lambda: self.answer(dims, what)
 
     def answer(self, dims: tuple[str, ...], question: str) -> Any:
-        """Return the `group`, `rank` or `world_size` along these dims."""
+        """Return the process group, this rank's position or the size along dims: "group", "rank" or "world_size"."""
         axis = self.axis(*dims)
         if question == "group":
             return axis.group if axis.group is not None else get_own_group()
@@ -227,7 +231,7 @@ class Mesh:
         return named.get(dims) or {"dp_replicate": "replicate"}.get(dims[0], "_".join(dims))
 
 
-# What both families of model-parallel units call their groups.
+# Dims by the name of a group in the methods of model-parallel units.
 UNITS = {
     "data_parallel": DATA,
     "model_parallel": MODEL,
@@ -243,7 +247,7 @@ _QUESTIONS = ("group", "rank", "world_size")
 
 
 def ask_current(unit: str, question: str) -> Callable[[], Any]:
-    """Create a function that returns the `group`, `rank` or `world_size` of a unit on the newest engine's mesh."""
+    """Create a function such as `get_data_parallel_rank`: `Mesh.answer` of the current mesh for dims UNITS[unit]."""
 
     def ask() -> Any:
         return current_mesh().answer(UNITS[unit], question)
@@ -258,7 +262,7 @@ def _broadcast_source() -> int:
     return current_mesh().axis(*UNITS["sequence_data_parallel"]).ranks[0]
 
 
-# what scripts ask by name: `get_data_parallel_group()`, with an underscore in front too
+# functions that scripts import by name: `get_data_parallel_group()`, `_get_data_parallel_group()`, …
 CURRENT_GROUPS = SimpleNamespace(
     _get_broadcast_src_rank=_broadcast_source,
     **{
@@ -276,8 +280,8 @@ _meshes: list[Mesh] = []  # the newest last
 
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
-    """Return the mesh of these sizes; equal sizes give the same object. All ranks must call this."""
-    _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # the axes of others have been forgotten
+    """Return the mesh of these sizes; equal arguments give the same object. All ranks must call this; see `Mesh`."""
+    _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # drop those of earlier process groups
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
         if same and known.ranks == (tuple(range(known.world)) if ranks is None else tuple(ranks)):
@@ -307,8 +311,8 @@ def ranks_started() -> int:
 
 # -- from a client's unit to a mesh ----------------------------------------------------------------------------------
 
-# The calls of a unit that name the ranks along a dim, the first that is there counts: Megatron's family, then the
-# older one, whose only model group is that of slices.
+# Methods of a unit that return the group along a dim; the first that exists is called. Megatron's are first, then those
+# of older units, whose only model group is the tensor-parallel one.
 _GROUPS = {
     "tp": ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"),
     "pp": ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
@@ -317,7 +321,7 @@ _GROUPS = {
 }
 
 
-# -- from what was asked to sizes -----------------------------------------------------------------------------------
+# -- from requested sizes to all sizes -------------------------------------------------------------------------------
 
 
 def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
@@ -328,8 +332,11 @@ def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
         asked: (dim, size, origin), where dim is one of `DIMS`, "dp" for both data-parallel dims together, or "shard"
             for `dp_shard x sp` together. One size may be -1: all remaining ranks.
 
+    Returns:
+        The size of each dim of `DIMS`.
+
     Raises:
-        MeshError: two origins disagree (the message names both), or the product is impossible (with the nearest ones).
+        MeshError: two origins disagree, or the sizes do not fit the world (the message names the nearest that do).
     """
     return _Sizes(world, asked).resolve()
 
@@ -378,7 +385,7 @@ class _Sizes:
         return {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
 
     def _data_size(self) -> int:
-        """Return the number of data-parallel ranks; computes the size of a model dim that is -1."""
+        """Return the number of data-parallel ranks; replaces a size -1 of pp, sp or tp."""
         world, sizes = self.world, self.sizes
         model = [dim for dim in ("pp", "sp", "tp") if sizes[dim] != -1]
         known = math.prod(sizes[dim] for dim in model)
@@ -406,7 +413,7 @@ class _Sizes:
         return world // known
 
     def _fold_shard(self, data: int) -> None:
-        """Split `mics_shard_size` into dp_shard and sp."""
+        """Replace the size of "shard" (`mics_shard_size`) by dp_shard, which is that size divided by sp."""
         sizes, origins = self.sizes, self.origins
         asked, sp = sizes.pop("shard"), sizes["sp"]
         if asked % sp:

@@ -1,4 +1,4 @@
-"""Creation and destruction of process groups, ranks, world sizes and backend capabilities."""
+"""Creation and destruction of process groups, and queries of ranks, world sizes and the backend."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether there is a process group."""
+    """Return whether a default process group exists."""
     return dist.is_initialized()
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process's rank in `group`; -1 outside of the group."""
+    """Return this process's rank in `group` (None: the world); -1 for non-members. UsageError without any group."""
     require_group()
     return dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes in `group`."""
+    """Return the number of processes in `group` (None: the world); raises UsageError without a process group."""
     require_group()
     return dist.get_world_size(group)
 
@@ -47,25 +47,25 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the global rank of the process with rank `group_rank` in `group`."""
+    """Return the global rank of rank `group_rank` of `group`; raises UsageError without a process group."""
     require_group()
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_world_group() -> dist.ProcessGroup:
-    """Return the group of all processes."""
+    """Return the default process group, of all processes; raises UsageError if there is none."""
     require_group()
     return dist.distributed_c10d._get_default_group()
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of the members of `group`, in the group's order."""
+    """Return the global ranks of `group` (None: the world), in the group's order; UsageError without any group."""
     require_group()
     return list(dist.get_process_group_ranks(group))
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """Return the name of the backend of `group`, in torch's spelling."""
+    """Return torch's name of the backend of `group` (None: the world); raises UsageError without a process group."""
     require_group()
     return dist.get_backend(group)
 
@@ -73,7 +73,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
 def new_group(
     ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None, **options: Any
 ) -> Any:
-    """Create a process group. Every rank of the world calls this, in the same order.
+    """Create a process group. All ranks of the world must call this, in the same order.
 
     Args:
         ranks: members of the group; None: all ranks.
@@ -83,6 +83,9 @@ def new_group(
 
     Returns:
         The group, or torch's placeholder for a non-member.
+
+    Raises:
+        UsageError: there is no default process group.
     """
     require_group()
     limit = timeout or watchdog.timeout()
@@ -91,7 +94,7 @@ def new_group(
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Destroy `group`; None destroys all groups and stops the watchdog."""
+    """Destroy `group`; None destroys all groups and stops the watchdog. Without a process group, does nothing."""
     if group is None or group == dist.group.WORLD:
         wind_up()
     if dist.is_initialized():
@@ -99,7 +102,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Create a mesh of all ranks with named dims, such as (2, 4) and ("replicate", "shard").
+    """Create torch's DeviceMesh of all ranks, for example of shape (2, 4) with dims ("replicate", "shard").
 
     Raises:
         UsageError: there is no process group.
@@ -109,11 +112,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def set_backend(backend: str) -> None:
-    """Check that `backend` is the backend in use.
-
-    Raises:
-        NotAvailableError: `backend` differs; a process group cannot change its backend.
-    """
+    """Raise NotAvailableError if `backend` is not in use, since a process group cannot change its backend."""
     if backend not in get_backend():
         raise NotAvailableError(
             f"set_backend({backend!r}): the process group runs on {get_backend()!r}. Name the backend in "
@@ -124,7 +123,7 @@ def set_backend(backend: str) -> None:
 def init_deepspeed_backend(
     ds_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
 ) -> None:
-    """Call `init_distributed` with that backend."""
+    """Call `init_distributed` with the backend `ds_backend`; arguments and errors as there."""
     init.init_distributed(ds_backend, timeout=timeout, init_method=init_method)
 
 
@@ -144,21 +143,25 @@ def in_dlts() -> bool:
 
 
 def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI.
+    """Set the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI.
+
+    Args:
+        distributed_port: MASTER_PORT, if it is not set.
+        verbose: log the variables on rank 0.
 
     Raises:
-        NotAvailableError: no MPI started this process.
+        NotAvailableError: MPI did not start this process.
     """
     _export((launch_env.from_open_mpi, launch_env.from_mpi4py), distributed_port, verbose)
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """Call `mpi_discovery` for Azure ML, with AZ_BATCH_MASTER_NODE as the master."""
+    """Do `mpi_discovery` in Azure ML, with AZ_BATCH_MASTER_NODE as the master; arguments and errors as there."""
     _export((launch_env.from_open_mpi,), master_port, verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """Call `mpi_discovery` for SageMaker, with the first of SM_HOSTS as the master."""
+    """Do `mpi_discovery` in SageMaker, with the first of SM_HOSTS as the master; arguments and errors as there."""
     _export((launch_env.from_sagemaker,), launch_env.DEFAULT_PORT, verbose)
 
 

@@ -16,20 +16,27 @@ import torch
 
 _PAGE = 4096
 _REGION = 1 << 26  # bytes of a region at least: few regions, so few mappings in the peers
-_GIVE_BACK = 1 << 20  # freed blocks of so many bytes return their pages to the system
+_GIVE_BACK = 1 << 20  # freed blocks of at least this size return their pages to the system
 
 
 def shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Create a mapped, zeroed memory file of fixed size that exists as long as a process has it open or mapped."""
+    """Create a zeroed memory file (memfd) of fixed size; returns its descriptor and its mapping.
+
+    The file exists as long as a process has it open or mapped.
+    """
     descriptor = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
-    # Nobody can cut it short under a reader.
+    # No process can truncate the file while another one reads it.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor, _mapped(descriptor, nbytes)
 
 
 def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map the memory file that another process has open.
+    """Map the memory file of `nbytes` bytes that another process has open.
+
+    Args:
+        process: id of that process.
+        descriptor: file descriptor in that process.
 
     Raises:
         OSError: the process has ended or is not visible, or the file has another size.
@@ -43,7 +50,7 @@ def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, nbytes)
-    with contextlib.suppress(OSError, AttributeError):  # only faster
+    with contextlib.suppress(OSError, AttributeError):  # an optimization
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
@@ -57,8 +64,8 @@ class _Region:
         self.descriptor, self.memory = shared_memory(nbytes)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
-        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
-        self._returned: deque[tuple[int, int]] = deque()  # free too, and not yet among them
+        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never adjacent
+        self._returned: deque[tuple[int, int]] = deque()  # freed blocks that `collect` has not merged yet
 
     def take(self, nbytes: int) -> int | None:
         """Allocate a block and return its offset; None if no gap is large enough."""
@@ -69,9 +76,9 @@ class _Region:
         return None
 
     def put(self, offset: int, nbytes: int) -> None:
-        """Mark a block as free. Garbage collection calls this in any thread, so the block is only recorded."""
+        """Free a block; only records it, since garbage collection can call this in any thread."""
         if os.getpid() != self._owner:
-            return  # a forked child (a loader's worker) drops its copy of a tensor that lives on in its parent
+            return  # a forked child (a loader's worker) frees its copy of a tensor that the parent still uses
         if nbytes >= _GIVE_BACK:
             self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
         self._returned.append((offset, nbytes))
@@ -93,10 +100,10 @@ class _Region:
 
 
 class SharedAllocator:
-    """Allocator of tensors in shared memory. A block is freed with its last tensor. Thread-safe."""
+    """Thread-safe allocator of tensors in shared memory; memory is reused once its last tensor is freed."""
 
     def __init__(self) -> None:
-        self.regions: list[_Region] = []  # only ever longer
+        self.regions: list[_Region] = []  # append-only
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._busy = False
@@ -114,7 +121,7 @@ class SharedAllocator:
 
     def _block(self, nbytes: int) -> tuple[_Region, int]:
         with self._lock:
-            # A collection may run a client's destructor right here, which asks for memory itself: it gets a new region.
+            # Garbage collection may run a destructor here that allocates memory itself: it gets a new region.
             if self._busy:
                 return self._new_region(nbytes)
             self._busy = True
@@ -135,7 +142,7 @@ class SharedAllocator:
         return region, offset
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
-        """Return (descriptor, bytes of the memory file, offset) of a contiguous tensor; None if not in a file."""
+        """Return (descriptor, bytes of the memory file, offset) of a contiguous tensor; None if allocated elsewhere."""
         address = tensor.data_ptr()
         for region in self.regions:
             if region.base <= address < region.base + region.nbytes:

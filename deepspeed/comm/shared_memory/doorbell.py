@@ -2,8 +2,8 @@
 
 [Note: one bell] A process belongs to several groups (shards, replicas, the world), each with its own memory. A rank
 that waits in one group may depend on a peer that waits for this rank in another group. So all groups of a process share
-one bell, which peers ring whenever they post in any of them. A waiting rank receives the messages of all groups and
-lets all `workers` make progress, whichever memory it waits in.
+one bell (a counter in shared memory), which peers ring whenever they post in any of them. A waiting rank receives the
+messages of all groups and runs all `workers`, whichever memory it waits in.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Protocol
 from deepspeed.comm.shared_memory.allocator import open_shared, shared_memory
 from deepspeed.comm.watchdog import watchdog
 
-NAP_US = 20_000  # sleep between two looks at whether the peers are alive
-_BRIEF_NAP_US = 500  # another thread takes in the messages, and need not ring for what it found
+NAP_US = 20_000  # microseconds of sleep between two checks that the peers are alive
+_BRIEF_NAP_US = 500  # the same while another thread receives the messages, since it does not ring for them
 _BELL_BYTES = 4096
 
 
 class Worker(Protocol):
-    """An object with work that peers may wait for."""
+    """Object with work that peers may wait for."""
 
     def progress(self) -> None:
         """Do all work that needs no waiting."""
 
 
 class GroupSharedMemory(Protocol):
-    """The shared memory of one group, as the waiting loop uses it."""
+    """Shared memory of one group, as the waiting loop uses it."""
 
     alive: Alive
 
@@ -62,7 +62,7 @@ class Groups:
         self._bells: dict[tuple[int, int], mmap.mmap] = {}  # those of other processes
 
     def bell(self) -> tuple[int, mmap.mmap]:
-        """Return the bell of this process as (descriptor, memory). The bell exists as long as its groups."""
+        """Return the bell of this process as (descriptor, memory), created at the first call."""
         if self._bell is None or self._bell[0] != os.getpid():
             self._bell = (os.getpid(), *shared_memory(_BELL_BYTES))
         return self._bell[1:]
@@ -74,7 +74,7 @@ class Groups:
         return self._bells[process, descriptor]
 
     def forget(self) -> None:
-        """Forget the bells after the process groups ended, since process numbers can be reused."""
+        """Close this process's bell and forget all others after the groups are destroyed; process ids can be reused."""
         self.memories.clear()
         self._bells.clear()
         if self._bell is not None:
@@ -95,7 +95,10 @@ class Groups:
                 self._working.release()
 
     def until(self, memory: GroupSharedMemory, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait in `memory` for `ready` and run the workers meanwhile; returns False at the deadline.
+        """Wait in `memory` until `ready()` is true and run the workers meanwhile.
+
+        Returns:
+            True, or False at the deadline (a time of `time.monotonic`).
 
         Raises:
             RuntimeError: a peer or the group has ended.
@@ -122,38 +125,43 @@ groups = Groups()
 
 
 class Until:
-    """Handle of an operation in shared memory; complete once its condition is true."""
+    """Handle of an operation in `memory`; complete once the condition `comes_true()` is true."""
 
     def __init__(self, memory: GroupSharedMemory, comes_true: Callable[[], bool]) -> None:
         self._memory, self._comes_true = memory, comes_true
         self._is_true = False
 
     def ready(self) -> bool:
-        """Return whether the condition is known to be true; a true condition stays true."""
+        """Check the condition once, without waiting; returns whether it is true or was at an earlier call."""
         self._is_true = self._is_true or self._comes_true()
         return self._is_true
 
     def within(self, seconds: float) -> bool:
-        """Wait up to `seconds`; returns whether the operation is complete. 0: check once without waiting."""
+        """Wait up to `seconds` (0: do not wait); returns whether the operation is complete. Errors as in `wait`."""
         if seconds == 0:
             return self.ready()
         return groups.until(self._memory, self.ready, time.monotonic() + seconds)
 
     def wait(self) -> None:
-        """Block until the condition is true; raises RuntimeError on timeout or if a peer ended."""
+        """Block until the condition is true.
+
+        Raises:
+            RuntimeError: the watchdog's timeout is exceeded, or a peer or the group has ended.
+            CommError: another rank has reported a failure.
+        """
         limit = watchdog.timeout().total_seconds()
         if not groups.until(self._memory, self.ready, time.monotonic() + limit):
             raise RuntimeError(f"timed out after {limit:g} s")
 
 
 class Alive:
-    """Liveness of a group: the group was not destroyed, and all peer processes run."""
+    """Check that a group was not destroyed and that its other processes (ids `processes`) are running."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._closed = False
         self._poll, self._of = select.poll(), {}
         for process in processes:
-            with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
+            with suppress(OSError, AttributeError):  # on an older system only the watchdog notices, later
                 descriptor = os.pidfd_open(process)
                 self._of[descriptor] = process
                 self._poll.register(descriptor, select.POLLIN)

@@ -3,9 +3,9 @@
 [Note: shared memory] Ranks of one machine can read each other's buffers instead of receiving copies. A *post* gives the
 peers the address of a buffer; each reader reads it there, in any order, and acknowledges, so that the sender may reuse
 it. An *ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these
-in one order. Both give the fp32 sum in rank order. While a rank waits, it also completes other messages that peers may
-be waiting for (`comm/shared_memory/doorbell.py`). Memory is memfds opened through their owner's process
-(`comm/shared_memory/allocator.py`): they have no names, so a killed rank leaves nothing behind.
+in the same order. Both give the fp32 sum in rank order. While a rank waits, it also completes other messages that peers
+may be waiting for (`comm/shared_memory/doorbell.py`). The memory consists of memfds, which peers open in /proc of their
+owner (`comm/shared_memory/allocator.py`): they have no names, so a killed rank leaves no files behind.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from deepspeed.errors import CommError
 from deepspeed.foundation.log import log_once
 from deepspeed.native import KINDS, library
 
-_TOKEN = 16  # bytes at the end of a segment: containers number their processes alike
+_TOKEN = 16  # random bytes at the end of a segment that identify it: containers can use the same process ids
 _SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
-_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer, longer turns
-_SPIN_NS = 400_000  # a waiting rank looks at the memory for so long before it sleeps; waking up takes about 60 us
+_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer context switches
+_SPIN_NS = 400_000  # a waiting rank polls the memory for this time before it sleeps; waking up takes about 60 us
 _MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
 _POST, _ACK, _SERVE = range(1, 4)
 _MISMATCH = -1000
@@ -49,7 +49,7 @@ Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, b
 
 
 class SharedMemory:
-    """This process's view of the shared memory of a group; `shared_memory_of` creates it."""
+    """This process's view of a group's shared memory; use `shared_memory_of`. RuntimeError without native library."""
 
     def __init__(
         self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
@@ -60,11 +60,11 @@ class SharedMemory:
         self.rank, self.size = rank, len(segments)
         self.allocator = SharedAllocator()
         self._native, self._processes = native, processes
-        self._kept = segments, bells  # mapped as long as native code may look at them
+        self._kept = segments, bells  # mapped as long as native code may read them
         self._lock, self._pushing, self._draining = threading.RLock(), threading.Lock(), threading.Lock()
         self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
         self._trouble: BaseException | None = None
-        self._deadline = 0.0  # of the running collective, once it has to wait
+        self._deadline = 0.0  # deadline of the running collective, once it waits
         this = weakref.ref(self)
         # Kept: native code calls it.
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: SharedMemory._call_back(this()))
@@ -85,10 +85,10 @@ class SharedMemory:
         self._posts: list[dict[int, Location]] = [{} for _ in segments]
         self._acks: dict[int, int] = defaultdict(int)
         self._served: list[dict[int, Location]] = [{} for _ in segments]
-        self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
-        self.serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
+        self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers outside of shared memory
+        self.serving: dict[int, torch.Tensor] = {}  # by channel: peers may read the tensor as long as it is here
         self._foreign: dict[tuple[int, int], torch.Tensor] = {}
-        self._mapped: list[tuple[int, int]] = []  # where they lie
+        self._mapped: list[tuple[int, int]] = []  # their address ranges
         self.alive = Alive([processes[r] for r in self.peers])
         groups.memories.append(self)
 
@@ -109,7 +109,7 @@ class SharedMemory:
         return _STOPPED if memory is None else memory.while_waiting()
 
     def while_waiting(self) -> int:
-        """Callback of the native code during a wait; a non-zero result ends the wait."""
+        """Make progress and check for failures; native code calls this during a wait, which a non-zero result ends."""
         try:
             groups.drain()
             groups.work()
@@ -130,7 +130,7 @@ class SharedMemory:
         message = _MESSAGE.pack(*words, *(0,) * (8 - len(words)))
 
         def pushed() -> bool:
-            with self._pushing:  # two threads must not take one place of the ring
+            with self._pushing:  # two threads must not write to the same slot of the ring
                 return bool(self._native.ds_shm_push(self._context, peer, message))
 
         if not pushed():
@@ -156,7 +156,10 @@ class SharedMemory:
         return None if place is None else (*place, tensor.numel() * tensor.itemsize)
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
-        """Let `peers` read contiguous `flat` in place (or a copy). `flat` must not change until all acknowledge."""
+        """Let `peers` read a contiguous tensor under a tag: in place, or a copy if it is not in shared memory.
+
+        The tensor must not change until all peers have acknowledged the tag.
+        """
         where = self._locate(flat)
         if where is None:
             copied = self._staged[tag] = self.empty(flat.numel(), flat.dtype)
@@ -210,7 +213,7 @@ class SharedMemory:
             try:
                 memory = open_shared(self._processes[peer], descriptor, size)
             except OSError as error:
-                if error.errno == errno.ENOMEM:  # this process may map no more: its peer is well
+                if error.errno == errno.ENOMEM:  # the limit of this process, not a failure of its peer
                     raise
                 raise CommError(
                     f"process {self._processes[peer]}, member {peer} of the group, ended: its memory is gone ({error})"
@@ -220,14 +223,14 @@ class SharedMemory:
             self._foreign[key] = torch.from_numpy(array)
         return self._foreign[key][offset : offset + nbytes]
 
-    # -- slices served to whoever asks ----------------------------------------------------------------------------
+    # -- slices that peers may read at any time -------------------------------------------------------------------
 
     def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
-        """Return whether peers can read `tensor` in place at any time."""
+        """Return whether `serve` can be called: the tensor is in shared memory, and the channel number small enough."""
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Let all peers read `tensor` at any time, as long as it is in `serving`."""
+        """Let all peers read `tensor` (see `can_serve`) at any time, as long as it is in `serving`."""
         self.serving[channel] = tensor
         where = self._locate(tensor)
         for peer in self.peers if where else ():
@@ -269,28 +272,41 @@ class SharedMemory:
         raise RuntimeError(f"peer rank {_MISMATCH - code} of the group runs another collective, or one of another size")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the ranks in place; contiguous, fp32, bf16 or fp16."""
+        """Sum a contiguous fp32, bf16 or fp16 tensor over the ranks, in place; raises as `broadcast` does."""
         self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), KINDS[tensor.dtype])
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
-        """Sum all ranks' contributions to this rank's slice of `flat` into `out`; contiguous fp32, bf16 or fp16."""
+        """Write the sum of all ranks' `flat`, in this rank's slice flat[cuts[rank] : cuts[rank + 1]], to `out`.
+
+        Contiguous fp32, bf16 or fp16 tensors; raises as `broadcast` does.
+        """
         bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
         run = self._native.ds_shm_reduce_scatter
         self._run(run, flat.data_ptr(), bounds, KINDS[flat.dtype], out.data_ptr())
 
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
-        """Gather the slices of all ranks into `full`; contiguous, any dtype. `own` may be a view of `full`."""
+        """Copy each rank r's `own` to full[cuts[r] : cuts[r + 1]] on all ranks; contiguous, any dtype.
+
+        `own` may be a view of `full`; `mark` and errors as in `broadcast`.
+        """
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
         self._run(self._native.ds_shm_all_gather, full.data_ptr(), bounds, own.data_ptr(), mark)
 
     def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
-        """Copy the tensor of group rank `src` to all ranks; contiguous, any dtype."""
+        """Copy a contiguous tensor of any dtype from group rank `src` to all ranks, in place.
+
+        Args:
+            mark: number that identifies the call, equal on all ranks.
+
+        Raises:
+            RuntimeError: operation, size or mark differ between ranks, or as in `Until.wait`.
+        """
         nbytes = tensor.numel() * tensor.itemsize
         self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
 
     def close(self) -> None:
-        """Release the peers' memory. Later waits raise an error."""
+        """Release the peers' memory and stop serving; later waits raise RuntimeError."""
         self.alive.close()
         self._foreign.clear()
         self._mapped.clear()
@@ -328,7 +344,11 @@ class SharedMemory:
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
-    """Run `sum_in_rank_order` in native code, in one pass; returns False if that is not possible."""
+    """Do `sum_in_rank_order` in native code, in one pass over memory.
+
+    Returns:
+        False, with `out` unchanged, without the native library, or if devices or dtypes are not supported.
+    """
     native = library()
     kinds = [KINDS.get(part.dtype) for part in parts]
     if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
@@ -339,12 +359,12 @@ def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float,
     return True
 
 
-# By process group, with the group: ids are used again.
+# By the id of the process group, with the group, since Python reuses ids.
 _shared_memories: dict[int, tuple[Any, SharedMemory | None]] = {}
 
 
 class _Offer(NamedTuple):
-    """Addresses of a rank's memory segment and bell."""
+    """Machine, process and file descriptors of a rank's memory segment and bell, for its peers."""
 
     boot: str
     slot: int
@@ -375,7 +395,7 @@ class _Offer(NamedTuple):
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the shared memory of a gloo group; None if its ranks share no memory. All ranks must call this."""
+    """Return the shared memory of a gloo group; None if not all ranks can map it. All ranks must call this."""
     known = _shared_memories.get(id(group))
     if known is not None and known[0] is group:
         return known[1]
@@ -396,7 +416,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
     votes: list[Any] = [None] * size
     dist.all_gather_object(votes, mapped is not None, group=group)
     if descriptor >= 0:
-        os.close(descriptor)  # everybody who can has mapped it
+        os.close(descriptor)  # every rank that can has mapped it
     if mapped is None or not all(votes):
         machines = len({offer.boot for offer in offers})
         why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"

@@ -10,7 +10,7 @@
 | `arrive`                     | a device stream waits for the message | pending device work                        |
 | `complete`                   | the received data has been used       | comms logger, span recorder (start to end) |
 
-The page (`LastCollectivePage`) holds the label of the last collective; the watchdog's thread and other ranks on this
+The page (`LastCollectivePage`) contains the label of the last collective; the watchdog's thread and other ranks on this
 machine read it. A disabled observer costs one branch.
 """
 
@@ -29,15 +29,17 @@ from deepspeed.comm.watchdog.last_collective import INSIDE, OUTSIDE, underway
 from deepspeed.comm.watchdog.watchdog import here
 from deepspeed.foundation.spans import CALL, FLIGHT, WAIT, now, recorder
 
-# How the backends word a failure of the network or of another rank; other errors are the caller's own.
+# Words in the backends' errors after a failure of the network or of another rank; other errors are the caller's own.
 _NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
 
 class CollectiveEvent:
-    """A collective, or a part of one. The host is inside between `begin` and `end`, or within a `with` statement.
+    """A collective, or a part of one; the host is inside of it between `begin` and `end`, or in a `with` statement.
 
     Args:
+        label: name in error reports and logs.
         ranks: global ranks that an error report lists; None: all ranks.
+        category: category of the span, one of `foundation.spans`.
     """
 
     __slots__ = ("label", "ranks", "category")
@@ -46,11 +48,13 @@ class CollectiveEvent:
         self.label, self.ranks, self.category = label, ranks, category
 
     def order(self, kind: str, owner: Any, size: int = 0, label: str = "") -> None:
-        """Record a collective in the desync trail; all ranks of an owner begin it in the same order.
+        """Record a collective in the desync trail (`watchdog/desync.py`); all ranks of `owner` in the same order.
 
         Args:
             kind: kind of caller (`public`, `internal`, `groups`); each kind has its own order.
+            owner: the process group or axis.
             size: number of elements, equal on every rank; 0 if the label contains it.
+            label: text that is compared between ranks; empty: the event's label.
         """
         if trail.interval:
             world = isinstance(owner, dist.ProcessGroup)
@@ -59,17 +63,13 @@ class CollectiveEvent:
 
     @classmethod
     def of_world(cls, label: str) -> CollectiveEvent:
-        """Create the record of a collective over the world."""
+        """Create the event of a collective of all ranks and record it in the desync trail."""
         event = cls(label, category=WAIT)
         event.order("groups", dist.group.WORLD)
         return event
 
     def begin(self) -> None:
-        """Record that the host enters the collective.
-
-        Raises:
-            CommError: another rank has reported a failure, so this collective cannot complete.
-        """
+        """Record that the host enters the collective; raises CommError if another rank has reported a failure."""
         if here.resting and here.watcher is not None:
             here.watcher.go_on()
         if here.verdict is not None:
@@ -95,12 +95,12 @@ class CollectiveEvent:
             here.leave_collective()
 
     def is_remote(self, error: BaseException) -> bool:
-        """Return whether an error came from the network or another rank, and is reported on all ranks."""
+        """Return whether an error came from the network or another rank, so that it must be reported to all ranks."""
         return isinstance(error, RuntimeError)
 
 
 class ClientCollective(CollectiveEvent):
-    """A collective of `deepspeed.comm` that a client calls. The client's own errors pass unchanged."""
+    """A collective that the client calls through `deepspeed.comm`. Errors of its arguments are raised unchanged."""
 
     __slots__ = ("_timed",)
 
@@ -109,7 +109,14 @@ class ClientCollective(CollectiveEvent):
         self._timed: tuple[Any, str, int, int, str, Any] | None = None
 
     def time(self, operation: str, message: Any, group: Any, note: str) -> None:
-        """Time the collective in the comms logger; `group` is the client's argument."""
+        """Time the collective for the comms logger; call this before `begin`.
+
+        Args:
+            operation: name of the torch.distributed function.
+            message: tensor, or list of tensors, whose bytes are logged.
+            group: process group; None: the world.
+            note: text of the log line.
+        """
         begun, count = comms_logger.begin(message), dist.get_world_size(group)
         self._timed = (begun, operation, self._size(message), count, note, dist.group.WORLD if group is None else group)
 
@@ -120,7 +127,7 @@ class ClientCollective(CollectiveEvent):
         return sum(map(cls._size, message)) if isinstance(message, list) else 0
 
     def note_order(self, group: Any, label: str) -> None:
-        """Record the call in this rank's desync trail; ranks outside of the group are ignored."""
+        """Record the call in the desync trail if this rank is a member of the group (None: the world)."""
         group = dist.group.WORLD if group is None else group
         if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
             self.order("public", group, 0, label)
@@ -141,7 +148,16 @@ class ClientCollective(CollectiveEvent):
 
 
 class MessageEvent(CollectiveEvent):
-    """A message of this package, already started; `received` is the number of bytes from other ranks."""
+    """A message of this package that was already started.
+
+    Args:
+        label: name in logs; its first word is the operation.
+        ranks: global ranks that take part.
+        payload: tensor whose bytes are logged; None: the message is not logged.
+        received: bytes that come from other ranks.
+        on_device: a device stream waits for the message, not the host.
+        began: start time in nanoseconds (`spans.now`); 0: now.
+    """
 
     __slots__ = ("_payload", "_nbytes", "_received", "_began", "_clock")
 
@@ -161,7 +177,7 @@ class MessageEvent(CollectiveEvent):
         self._clock = comms_logger.begin(payload) if self._payload is not None and comms_logger.enabled else None
 
     def arrive(self) -> None:
-        """Record that a device stream waits for the message from here on."""
+        """Record that the current device stream waits for the message from now on."""
         if self._payload is not None:
             underway.add(self.label, self._payload)
             self._payload = None
@@ -179,5 +195,5 @@ class MessageEvent(CollectiveEvent):
             recorder.add(self._began, FLIGHT, self.label, "", self._received)
 
     def unrecorded(self) -> None:
-        """Remove the message from the comms logger and the spans, as a part of a call that is recorded as a whole."""
+        """Exclude the message from the comms logger and the spans, which record the enclosing call."""
         self._nbytes = 0

@@ -21,7 +21,7 @@ from deepspeed.foundation.spans import now
 from deepspeed.foundation.timer import trimmed_mean
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug", "curve")
-# A rank's message is one part of what each receives, or sends, in all.
+# Operations whose message is one rank's part of the gathered or scattered tensor.
 _OF_PARTS = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
 
 # Bytes on the busiest link per byte of the message, times n / (n - 1); the convention of nccl-tests.
@@ -36,7 +36,7 @@ _BUS_FACTOR = {
 }
 
 
-_KEPT = 1 << 13  # newest calls of one operation and size whose times are kept one by one
+_KEPT = 1 << 13  # number of newest calls of one operation and size whose times are stored individually
 
 
 class CallTimes(deque[float]):
@@ -75,10 +75,10 @@ class CommsLogger:
     curve: str | None = None
     # operation → (bytes of the message, ranks) → its calls
     times: dict[str, dict[tuple[int, int], CallTimes]] = field(default_factory=dict)
-    # global ranks that take part → bytes that came from the others
+    # participating global ranks → bytes that came from the others
     received: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # what a device has not finished
-    _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
+    _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # calls that a device has not finished
+    _kinds: dict[str, str] = field(default_factory=dict)  # operation of each name that `append` recorded
 
     def configure(self, comms_config: Any = None, **settings: Any) -> None:
         """Change settings; None leaves a setting unchanged.
@@ -98,23 +98,23 @@ class CommsLogger:
         self.enabled = self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Time only the operations that `start_profiling_op` has named."""
+        """Time only the operations in `prof_ops` from now on."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Also time these operations."""
+        """Also time the operations with these names, such as "all_reduce"."""
         self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Stop timing these operations."""
+        """Remove operations from `prof_ops`; with `prof_all` they are still timed."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, operation: str, asked: bool) -> bool:
-        """Return whether to time `operation`; `asked` is the caller's `prof`."""
+        """Return whether to time `operation`; `asked`: the caller requested it (`prof=True`)."""
         return self.enabled and (self.prof_all or asked or operation in self.prof_ops)
 
     def begin(self, message: Any) -> Any:
-        """Start a clock for a call on a message; `end` stops it."""
+        """Start timing a call and return the start for `end`: a device event, or nanoseconds if not on a device."""
         if not isinstance(message, torch.Tensor) or message.device.type in ("cpu", "meta"):
             return now()
         event = get_accelerator().Event(enable_timing=True)
@@ -122,7 +122,7 @@ class CommsLogger:
         return event
 
     def end(self, begun: Any, operation: str, size: int, ranks: int, note: str, received: int = 0) -> None:
-        """Record the call that `begin` started; on a device, after the call has finished. Arguments as in `record`."""
+        """Record the call that started at `begun`, on a device once it has finished; other arguments as in `record`."""
         if isinstance(begun, int):
             self.record(operation, size, ranks, (now() - begun) / 1e9, note, received)
             return
@@ -143,20 +143,29 @@ class CommsLogger:
             self._read_oldest()
 
     def record(self, operation: str, size: int, ranks: int, seconds: float, note: str, received: int = 0) -> None:
-        """Record a call with a message of `size` bytes, of which `received` came from other ranks."""
+        """Record a finished call.
+
+        Args:
+            operation: its name in the table.
+            size: bytes of the message.
+            ranks: number of participating ranks.
+            seconds: its duration.
+            note: text of the line that `verbose` logs.
+            received: bytes that came from other ranks.
+        """
         self.times.setdefault(operation, {}).setdefault((size, ranks), CallTimes()).note(seconds * 1e3, received)
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
 
     def arrived(self, ranks: Sequence[int], nbytes: int) -> None:
-        """Count received bytes per set of ranks, which identifies the mesh axis."""
+        """Add received bytes to the count of a set of global ranks, which identifies the mesh axis."""
         self.received[tuple(ranks)] = self.received.get(tuple(ranks), 0) + nbytes
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Record one call over all ranks.
+        """Record one call of all ranks that the caller has timed itself.
 
         Args:
-            raw_name: name of the operation.
+            raw_name: name of the operation, which determines the bandwidth formula.
             record_name: name in the table.
             latency: milliseconds.
             msg_size: bytes.
@@ -166,7 +175,10 @@ class CommsLogger:
 
     @property
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
-        """Return the timed calls: operation → bytes → [count, milliseconds, algbw in Gbit/s, busbw in Gbit/s]."""
+        """Return operation → bytes → [count, milliseconds, algbw in Gbit/s, busbw in Gbit/s].
+
+        All but the count are lists with one entry for each of the newest calls.
+        """
         self.settle()
         by_operation: dict[str, dict[int, list[Any]]] = {}
         for operation, sizes in self.times.items():
@@ -181,7 +193,7 @@ class CommsLogger:
         return by_operation
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """Return a copy of `comms_dict`."""
+        """Return `comms_dict`, which is computed at each call."""
         return self.comms_dict
 
     def log_all(
@@ -198,7 +210,10 @@ class CommsLogger:
             With `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms, tput_avg_gbps,
             busbw_avg_gbps, msg_size_bytes, msg_size_str), "straggler_analysis" (None, or the same with count,
             total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and "metadata"
-            (world_size, rank, timestamp). Speeds are Gbit/s; averages leave out a tenth at each end.
+            (world_size, rank, timestamp). Speeds are Gbit/s; averages omit the smallest and the largest tenth.
+
+        Raises:
+            ArgumentError: the file `curve` cannot be read.
         """
         self.settle()
         waits = self._straggling(self._fastest(self.times)) if show_straggler else None
@@ -208,7 +223,7 @@ class CommsLogger:
         for operation, sizes in self.times.items():
             for figures in summary[operation].values():
                 figures["total_latency_ms"] = 0.0
-            for (size, _), times in sizes.items():  # of all calls, as the count is; averages are of the newest
+            for (size, _), times in sizes.items():  # total over all calls, like the count; averages are of the newest
                 summary[operation][size]["total_latency_ms"] += times.total
         if print_log:
             rows = self._rows(summary)
@@ -231,7 +246,7 @@ class CommsLogger:
         return {"summary": summary, "straggler_analysis": waits, "metadata": about}
 
     def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
-        """Compute each call's waiting time: its time minus the shortest time on any rank."""
+        """Compute rows with each call's waiting time: its time on this rank minus the shortest time on any rank."""
         by_operation: dict[str, dict[int, Any]] = {}
         for operation, sizes in self.times.items():
             for (size, ranks), times in sizes.items():
@@ -252,7 +267,7 @@ class CommsLogger:
         """Return one row per operation and size, in bytes per second and with the group's size.
 
         Args:
-            fastest: for each row, the shortest time of each call on any rank; adds the column straggler_ms.
+            fastest: by (operation, bytes, ranks), each call's shortest milliseconds on any rank; adds straggler_ms.
 
         Returns:
             Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second),
@@ -308,7 +323,7 @@ class CommsLogger:
 
     @staticmethod
     def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-        """Format rows as text, one line each under a heading."""
+        """Format rows as a text table, with the keys of the first row as the heading."""
         if not rows:
             return "no collective was timed"
         columns = list(rows[0])
@@ -349,7 +364,7 @@ _TITLES = {
 
 
 class Curve:
-    """Bandwidths measured by `ds_bench`: rows by operation with bytes and busbw (10⁹ B/s), smallest size first."""
+    """Bandwidths measured by `ds_bench`: rows by operation with bytes and busbw (10⁹ B/s), in ascending size."""
 
     def __init__(self, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
         self._rows = rows
@@ -363,7 +378,7 @@ class Curve:
             raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
     def busbw(self, operation: str, size: int) -> float:
-        """Return the interpolated bandwidth for `size` bytes, in 10⁹ bytes per second; 0 if unknown."""
+        """Return the interpolated bus bandwidth for `size` bytes in 10⁹ bytes per second; 0 if it was not measured."""
         rows = self._rows.get(_LIKE.get(operation, operation), ())
         below = [row for row in rows if row["bytes"] <= size]
         above = [row for row in rows if row["bytes"] >= size]
@@ -376,7 +391,7 @@ class Curve:
         return float(low["busbw"] ** (1 - part) * high["busbw"] ** part)
 
 
-# Which of ds_bench's operations a message is like.
+# Operation of ds_bench whose bandwidth is compared with a message's.
 _LIKE = {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all", "send": "pt2pt", "recv": "pt2pt", "reduce": "reduce_scatter",
@@ -392,7 +407,10 @@ def convert_size(size_bytes: float) -> str:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
-    """Compute the speed of a collective in Gbit/s: of the message, and of the busiest link.
+    """Return (algorithm bandwidth, bus bandwidth) of a collective in Gbit/s.
+
+    Algorithm bandwidth counts the message of an all-reduce twice, and the whole gathered or scattered tensor. Bus
+    bandwidth is that of the busiest link, as in nccl-tests.
 
     Args:
         comm_op: name of the collective.
@@ -418,7 +436,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure the comms logger.
+    """Change settings of the comms logger; None leaves a setting unchanged.
 
     Args:
         deepspeed_config: a dict or parsed configuration with a `comms_logger` block; the other arguments override it.

@@ -1,12 +1,13 @@
-"""Detection of ranks that call different collectives: records the order of calls and compares the records.
+"""Detection of desynchronized ranks, which call different collectives.
 
 [Note: comparing trails] Ranks that run different code may call collectives of equal sizes: nothing fails, and unrelated
-tensors are summed. So each rank may keep, for each set of ranks, a hash over all labels of the collectives so far. The
-hash is marked every `interval` collectives; the watchdog's thread publishes the marks and compares them with those of
-the lowest rank of the set (`deepspeed/comm/watchdog/watchdog.py`). The main thread does not wait. Old marks are thinned
-out, so that ranks whose threads compare at different times still have some in common. The last entries are kept with
-the user's file and line, so the first difference of two trails is known exactly. Only ordered calls are recorded:
-tagged messages (rounds of gradients) and one-sided gathers may differ between ranks, and are agreed on at each step.
+tensors are summed. So each rank can record, for each set of ranks, its trail: a hash over the labels of all collectives
+so far. Every `interval` collectives the hash is saved as a mark; the watchdog's thread publishes the marks and compares
+them with those of the lowest rank of the set (`deepspeed/comm/watchdog/watchdog.py`). The main thread does not wait.
+Fewer marks are stored of older calls, so that ranks whose threads compare at different times still have marks in
+common. The newest calls are stored with the user's file and line, so the first difference of two trails can be
+reported. Only ordered calls are recorded: tagged messages (reductions of gradients) and one-sided gathers may differ
+between ranks, and `step` synchronizes the ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 
 from deepspeed.comm.watchdog.last_collective import users_frame
 
-_LEVELS = (1, 16, 256)  # of marks: every one, every 16th, every 256th
-_MARKS = 16  # of each level
-_LEAST_ENTRIES = 1024  # that are kept of a set of ranks
-_TOLD_SETS = 4  # of ranks, in a report
-_TOLD_RANKS = 8  # listed one by one where trails part
+_LEVELS = (1, 16, 256)  # levels of marks: every mark, every 16th, every 256th
+_MARKS = 16  # newest marks that are stored of each level
+_LEAST_ENTRIES = 1024  # minimum number of newest calls that are stored for a set of ranks
+_TOLD_SETS = 4  # maximum number of sets of ranks in a report
+_TOLD_RANKS = 8  # maximum number of ranks that a report lists one by one
 
 Mark = tuple[int, int]
 """Number of the collective, and the hash over all collectives up to it."""
@@ -43,7 +44,7 @@ class _CollectiveLog:
 
 
 class DesyncDetector:
-    """The desync trail of a process; inactive until `start`."""
+    """Record of the collectives that this process calls (the desync trail), and its comparison; off until `start`."""
 
     def __init__(self) -> None:
         self.interval = 0
@@ -51,10 +52,13 @@ class DesyncDetector:
         self._streams: dict[str, _CollectiveLog] = {}
         self._known: dict[
             tuple[int, str], tuple[Any, _CollectiveLog]
-        ] = {}  # by owner, which is kept so that its id stays
+        ] = {}  # by the owner's id, with the owner, so that its id is not reused
 
     def start(self, interval: int) -> None:
-        """Start recording. All ranks call this at one point of the program. Later calls keep the first interval."""
+        """Start recording, with a mark every `interval` collectives; later calls do not change the interval.
+
+        All ranks must call this at the same point of the program.
+        """
         self.interval = self.interval or interval
 
     def forget(self) -> None:
@@ -63,7 +67,15 @@ class DesyncDetector:
             self._known.clear()
 
     def enter(self, owner: Any, kind: str, ranks: Callable[[], Sequence[int]], label: str, size: int = 0) -> None:
-        """Record a collective of the ranks `ranks()` before it begins; label and size are equal on all of them."""
+        """Record a collective before it begins.
+
+        Args:
+            owner: its process group or axis.
+            kind: kind of caller; each kind has its own order.
+            ranks: returns the participating ranks; called once per owner and kind.
+            label: text that is equal on these ranks.
+            size: number of elements, equal on these ranks; 0: not compared.
+        """
         if not self.interval:
             return
         known = self._known.get((id(owner), kind))
@@ -82,7 +94,7 @@ class DesyncDetector:
                         marks.append((stream.count, stream.hash))
 
     def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _CollectiveLog:
-        """Return the stream of an owner; owners with the same ranks share a stream."""
+        """Return the log of an owner (a stream), created at the first call; owners with the same ranks share it."""
         entries = max(_LEAST_ENTRIES, 4 * self.interval)
         name = f"{kind} {len(ranks)} {zlib.crc32(repr(list(ranks)).encode()):x}"
         with self._lock:
@@ -91,7 +103,7 @@ class DesyncDetector:
         return stream
 
     def leaders(self, rank: int) -> dict[int, list[str]]:
-        """Group this rank's streams by the lowest rank of their set, with which this rank compares."""
+        """Return the names of this rank's streams by the lowest rank of their set, with which `rank` compares."""
         by_rank: dict[int, list[str]] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -105,7 +117,7 @@ class DesyncDetector:
         return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
 
     def differs(self, remote_marks: bytes, names: Sequence[str]) -> str:
-        """Describe where these streams differ from another rank's marks; empty if they agree."""
+        """Describe where the streams `names` differ from another rank's `marks()`; returns "" if they agree."""
         local, others = json.loads(self.marks()), json.loads(remote_marks)
         for name in names:
             known = dict(map(tuple, others.get(name, ())))
@@ -119,7 +131,7 @@ class DesyncDetector:
             return self._streams[name].ranks
 
     def latest(self, count: int = 3) -> list[str]:
-        """Describe this rank's last collectives with the user's file and line; used if other ranks cannot report."""
+        """Return lines that describe this rank's last `count` collectives of each stream, with the user's file."""
         lines: list[str] = []
         with self._lock:
             for stream in list(self._streams.values())[:_TOLD_SETS]:
@@ -131,7 +143,7 @@ class DesyncDetector:
         return lines
 
     def recent(self) -> bytes:
-        """Serialize the last entries of all streams with host, file and line, for a report."""
+        """Serialize the newest calls of all streams with host, file and line, for `parting` on another rank."""
         recent: dict[str, Any] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -141,7 +153,11 @@ class DesyncDetector:
 
     @classmethod
     def parting(cls, marks: Mapping[int, bytes]) -> str:
-        """Describe where the trails diverge; empty if they agree as far as known."""
+        """Describe the first collectives in which trails differ; returns "" if no difference is known.
+
+        Args:
+            marks: the result of `recent` of each rank.
+        """
         read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
         hosts = {rank: record["host"] for rank, record in read.items()}
         partings: list[tuple[bool, str]] = []
@@ -150,12 +166,15 @@ class DesyncDetector:
             part = cls._first_difference(streams, hosts)
             if part is not None:
                 partings.append(part)
-        # ranks that did different things say more than ranks that are not there yet
+        # first the streams in which ranks called different collectives, then those in which ranks are only behind
         return "\n".join(text for _, text in sorted(partings, key=lambda part: not part[0])[:_TOLD_SETS])
 
     @classmethod
     def _first_difference(cls, streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
-        """Return (whether calls differ in kind, description of the first collective that differs), or None."""
+        """Return (whether labels differ, description of the first collective that differs) of a stream, or None.
+
+        Labels do not differ if some ranks have only not reached the collective.
+        """
         begins = {rank: stream["count"] - len(stream["entries"]) for rank, stream in streams.items()}
         ends = {rank: stream["count"] for rank, stream in streams.items()}
         ranks = next(iter(streams.values()))["ranks"]
@@ -169,7 +188,7 @@ class DesyncDetector:
 
     @staticmethod
     def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
-        """Describe the ranks in lines, rare variants first; only a few ranks of the most common variant."""
+        """Return a line for each rank's call, the rarest call first; of many equal calls, only the first few ranks."""
         ways: dict[str | None, list[int]] = {}
         for rank, entry in sorted(entries.items()):
             ways.setdefault(entry and entry[0], []).append(rank)

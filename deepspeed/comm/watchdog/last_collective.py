@@ -1,4 +1,4 @@
-"""Records of a rank's last collective, of its main thread's position, and of pending device work."""
+"""Records of this rank's last collective, its main thread's position and its pending device work, for reports."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class LastCollectivePage:
 
     def write(self, label: str, state: int) -> None:
         """Write the label of a collective and the state (`INSIDE` or another one), with the current time."""
-        text = label.encode()[: _SIZE - _HEAD.size]  # no attribute remembers it: several threads communicate
+        text = label.encode()[: _SIZE - _HEAD.size]  # stored only in the page, since several threads write
         _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
         self._page[_HEAD.size : _HEAD.size + len(text)] = text
 
     def turn(self, state: int) -> None:
-        """Change only the state; the label stays that of the last collective."""
+        """Change only the state (`INSIDE`, `OUTSIDE` or `LEFT`); the label stays that of the last collective."""
         self._page[_STATE_AT] = state
 
     @property
@@ -80,14 +80,14 @@ class LastCollectivePage:
 
     @staticmethod
     def map(address: str) -> mmap.mmap | None:
-        """Map the page at an address from `share`; returns None if its process has ended or is not visible."""
+        """Map the page of another process, whose `share` returned the address; None if that process has ended."""
         process, descriptor, token = address.split(" ")
         try:
             with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
                 page = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return None
-        return page if _HEAD.unpack_from(page)[4].hex() == token else None  # containers number their processes alike
+        return page if _HEAD.unpack_from(page)[4].hex() == token else None  # containers can use the same process ids
 
 
 def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
@@ -98,13 +98,13 @@ def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
 
 
 def place(page: bytes | mmap.mmap) -> tuple[int, int, str]:
-    """Number, state and label of a rank's last collective."""
+    """Return number, state and label of a rank's last collective from its page."""
     number, _, state, length, _ = _HEAD.unpack_from(page)
     return number, state, bytes(page[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
 
 
 def runs(process: int) -> bool:
-    """Whether a process of this machine has not ended; one whose parent has not asked for its exit status has."""
+    """Return whether a process of this machine is running, by its id; zombies are not. False without /proc."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] not in ("Z", "X")
     return False
@@ -112,7 +112,7 @@ def runs(process: int) -> bool:
 
 @cache
 def boot() -> str:
-    """Return an identifier of this boot of the machine; empty if the system has none."""
+    """Return an identifier of this machine since its last boot; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -125,13 +125,13 @@ _LIBRARIES = tuple(
 
 
 def backend_settings() -> str:
-    """List the environment variables that configure NCCL or gloo, in one line; "" if there are none."""
+    """Return one line with the environment variables that configure NCCL or gloo; "" if none is set."""
     names = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
     return ", ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def whereabouts() -> str:
-    """Return `host, file:line` of the user's innermost frame in the main thread, and the pending device message."""
+    """Describe the host, the innermost line of the user's code in the main thread, and the pending device message."""
     late = underway.oldest()
     frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     place = "" if frame is None else f", {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -140,7 +140,7 @@ def whereabouts() -> str:
 
 @cache
 def is_users(path: str) -> bool:
-    """Return whether a file is the user's code: not of this package, torch, Python or another package."""
+    """Return whether a file is the user's code, not that of this package, torch, Python or an installed package."""
     return not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path
 
 
@@ -152,18 +152,18 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-_MOST = 4096  # that are remembered: without a watch nobody takes them away
+_MOST = 4096  # maximum number of entries: without the watchdog's thread nothing removes them
 
 
 class PendingDeviceWork:
-    """Messages that this process's device streams wait for, oldest first.
+    """Queue of the messages that this process's device streams wait for, oldest first.
 
-    Communicating threads add messages; only the watchdog's thread reads them.
+    Threads that communicate add messages; only the watchdog's thread removes them.
     """
 
     def __init__(self) -> None:
         self._entries: deque[tuple[str, Any, float]] = deque(maxlen=_MOST)
-        self._spent: deque[Any] = deque(maxlen=_MOST)  # events to be used again: making one costs more than recording
+        self._spent: deque[Any] = deque(maxlen=_MOST)  # events for reuse: creating one takes longer than recording
 
     def add(self, label: str, tensor: torch.Tensor) -> None:
         """Add a message that the current stream has just started to wait for."""
@@ -177,16 +177,16 @@ class PendingDeviceWork:
         self._entries.append((label, event, time.monotonic()))
 
     def oldest(self) -> tuple[str, float] | None:
-        """Return the first unfinished message and its age in seconds, or None."""
+        """Return (label, age in seconds) of the first unfinished message, or None."""
         while self._entries:
             label, event, since = self._entries[0]
             try:
                 over = event.query()
-            except RuntimeError:  # the device has failed, which whoever uses it next is told
+            except RuntimeError:  # the device has failed; its next use raises the error
                 return None
             if not over:
                 return label, time.monotonic() - since
-            with suppress(IndexError):  # so many were added meanwhile that this one fell out
+            with suppress(IndexError):  # the full queue has dropped it meanwhile
                 self._entries.popleft()
             self._spent.append(event)
         return None

@@ -1,4 +1,4 @@
-"""The watchdog: ends a failed or hanging collective on every rank, with each rank's last label."""
+"""Watchdog: ends a failed or hanging collective on every rank, with a report of each rank's last collective."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ from deepspeed.errors import CommError, CommTimeoutError
 from deepspeed.foundation.spans import recorder
 
 # [Note: agreeing on a step]
-# The main thread counts steps and asks nothing of anybody. Once somebody wants to stop, the watch's thread of each rank
-# promises that its main thread will not pass the end of the step it is in without the decision, and says which step
-# that is; the decision is the latest of those. No rank can be beyond it: each stands still at its own promise until all
-# have been made, which needs no main thread but only the threads of the watch.
+# The main thread counts steps and does not communicate. After a stop request, the watchdog's thread of each rank
+# publishes the number of the current step (its promise): the main thread will not go beyond the end of that step before
+# the decision is known. The decision is the largest of these numbers. No rank can be beyond it, since each waits at its
+# own promise until all promises are published, which needs only the watchdog's threads and no main thread.
 
 
 _WAIT_S = 0.002
 
 
 class Stopping:
-    """Stop request, shared by the main thread and the watchdog's thread of this process.
+    """Stop request of this process, used by its main thread and its watchdog's thread.
 
     Attributes:
         possible: the watchdog runs or a stop was requested, so the main thread must count its steps.
+        request: number of the signal that requested the stop; 0: none.
     """
 
     def __init__(self) -> None:
@@ -60,15 +61,15 @@ class Stopping:
         self._decision: int | None = None
         self._told = False
         self.possible = False
-        self.request = 0  # number of the signal, once one came
+        self.request = 0
 
     @property
     def pending(self) -> bool:
-        """Return whether the watchdog must poll frequently."""
+        """Return whether a stop was requested and the ranks have not agreed on the last step yet."""
         return self.request != 0 and self._decision is None
 
     def ask(self, number: int) -> None:
-        """Request that all ranks stop; called from a signal handler."""
+        """Request that all ranks stop; called by the handler of signal `number`."""
         self.request = self.request or number
         self.possible = True
 
@@ -80,7 +81,7 @@ class Stopping:
         """Record the end of a step, in the main thread; after a stop request, wait for the agreement on the last step.
 
         Args:
-            check: called while waiting; raises if a rank has failed, since no agreement is then possible.
+            check: called while waiting; raises if a rank has failed, since the ranks then cannot agree.
             wake: called while waiting; makes the watchdog poll at once.
 
         Returns:
@@ -97,7 +98,7 @@ class Stopping:
         return self.request if self._steps >= self._decision else 0
 
     def look(self, store: Store, rank: int, world: int) -> None:
-        """Exchange stop requests through the store and agree on the last step; runs in the watchdog's thread."""
+        """Publish and read stop requests in the store, and agree on the last step; runs in the watchdog's thread."""
         if self._decision is not None:
             return
         if self.request and not self._told:
@@ -126,7 +127,7 @@ _ADVICE = (
 
 
 def full_report(what: str, report: str) -> str:
-    """Format the report: the event, one line per rank, advice, and the backend's environment variables."""
+    """Format an error message: the failure `what`, the lines `report` of all ranks, advice and backend settings."""
     settings = backend_settings()
     return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
         f"\nSet: {settings}" if settings else ""
@@ -134,7 +135,7 @@ def full_report(what: str, report: str) -> str:
 
 
 def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
-    """Format the report's line of one rank, from its answer or its last published page."""
+    """Format a report's line; `page`: the rank's newest page or None, `answered`: it has answered the alarm."""
     if page is None:
         return f"  rank {rank}: no answer (process gone or not started)"
     where, state = describe(page)
@@ -146,36 +147,36 @@ def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
 
 
 # [Note: the watch]
-# Each rank keeps its place in a page of memory and runs one daemon thread with its own connection to the group's store.
-# Twice a second the thread publishes the place (`seen/<rank>`, when it changed) and looks for the key `alarm`. A rank
-# whose collective fails, or stays in one for longer than the timeout, sets `alarm`; every watcher answers
-# (`answer/<rank>`), reads the answers of the others and composes the same report. A rank that was told and does not end
-# by itself is ended: the backend's connections are unusable by then, and a rank left alone would wait for ever. Ranks
-# on one machine map each other's pages, so the place of one that died without a word (gloo aborts the process when
-# sizes differ) is known exactly. The store lives in rank 0's process: before rank 0 leaves it tells the others
-# (`alarm` = "ending"), who copy what they need and go on without a store. Last of all a process waits until the
-# threads of the backend rest (`_at_exit`). The thread can be stopped from outside (`WatchThread.stop`), as test suites
-# that look for threads do: the rank's next collective starts it anew, and says then what it has missed.
+# Each rank writes its last collective to a page of memory and runs one daemon thread with its own connection to the
+# group's store. Twice a second the thread publishes the page (`seen/<rank>`, if it changed) and checks the key `alarm`.
+# A rank whose collective fails or exceeds the timeout sets `alarm`; every watcher answers (`answer/<rank>`), reads the
+# answers of the others and composes the same report. If a rank does not end by itself after the alarm, its watcher ends
+# the process: the backend's connections are unusable by then, and the rank would wait for ever. Ranks on one machine
+# map each other's pages, so the last collective of a crashed rank (gloo aborts the process when sizes differ) is known
+# exactly. The store is a server in rank 0's process: before rank 0 ends, it sets `alarm` to "ending", and the others
+# copy what they need and continue without a store. At exit, a process waits until the threads of the backend are idle
+# (`_at_exit`). The thread can be stopped from outside (`WatchThread.stop`), as test suites that check for leaked
+# threads do: the rank's next collective starts a new thread, which then handles what happened in between.
 
 Answer = TypeVar("Answer", str, bytes)
 Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
 
 POLL_S = 0.5
 ANSWER_S = 2.5  # how long a report waits for ranks that do not answer
-GRACE_S = 1.0  # how long a rank that was told may take to end by its own exception
-LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
-FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
-STUCK_S = 1.0  # how long a rank that has ended waits for one that stands in a collective
-PULLS = ("gather of ", "read of ")  # how the labels of one-sided gathers begin
+GRACE_S = 1.0  # how long a rank may take to end by its own exception after the alarm
+LET_GO_S = 1.0  # how long the exit of a process waits for the backend's threads
+FAREWELL_S = 1.5  # how long rank 0 waits until the others no longer need the store
+STUCK_S = 1.0  # how long a rank that has ended waits for one that is inside of a collective
+PULLS = ("gather of ", "read of ")  # prefixes of the labels of one-sided gathers
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL ends the process, in its own words
+_OF_LIMIT = 0.9  # part of the timeout for a device's messages: at the timeout NCCL ends the process without a report
 
 
 _ENDING = "ending"
 
 
 class WatchdogState:
-    """State that this process's threads share with its watcher."""
+    """State of this process's watchdog, used by its thread and by threads that communicate."""
 
     def __init__(self) -> None:
         self.page = LastCollectivePage()
@@ -183,11 +184,11 @@ class WatchdogState:
         self.raised = False  # this process is already ending with a CommError
         self.timeout = DEFAULT_TIMEOUT
         self.watcher: _Watcher | None = None
-        self.resting = False  # the watcher's thread was stopped, and the next collective starts it anew
+        self.resting = False  # the watcher's thread was stopped, and the next collective starts a new one
         self.watches = 0
 
     def raise_if_alarmed(self, label: str = "") -> None:
-        """Raise CommError if another rank has reported a failure, before `label` starts or while it waits."""
+        """Raise CommError if another rank has reported a failure; `label`: a collective that then does not start."""
         if self.verdict is not None:
             self.raised = True
             raise CommError(f"'{label}' was not started: {self.verdict}" if label else self.verdict)
@@ -197,22 +198,26 @@ class WatchdogState:
         self.timeout = max(self.timeout, timeout)
 
     def leave_collective(self) -> None:
-        """Record that the host left the collective, on the page and in its span."""
+        """Record on the page, and in the span, that the host has left the collective."""
         self.page.turn(OUTSIDE)
         if recorder.on:
             recorder.leave()
 
     def wait_for_peers(self) -> None:
-        """Wait once until all ranks have started their watchdog, so that ranks that end early leave a page."""
+        """Wait at most half a second for one poll of the watchdog, so that this rank has published its page."""
         if self.watcher is not None:
             self.watcher.wait_for_peers()
 
     def seconds_to_end(self) -> float:
-        """Return the maximum time until this process ends because of a failure; 0 if there is none."""
+        """Return the maximum time in seconds until this process ends because of a failure; 0 without failure."""
         return ANSWER_S + 2.0 if self.raised else 0.0
 
     def end_of_step(self) -> int:
-        """Record the end of a step; returns 0, or the signal's number if all ranks agreed to stop after this step."""
+        """Record the end of a step; returns 0, or the signal's number if all ranks agreed to stop after this step.
+
+        Raises:
+            CommError: another rank has failed while this one waited for the agreement.
+        """
         if self.watcher is None:
             stopping.alone()
         return stopping.step(
@@ -225,10 +230,12 @@ here = WatchdogState()
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
-    """Raise the alarm, collect the other ranks' answers and return the error for the caller to raise.
+    """Report a failure to all ranks, collect their answers and return the error that the caller must raise.
 
     Args:
-        ranks: ranks that the report lists; None: all ranks.
+        label: name of the collective or computation that failed.
+        error: its exception.
+        ranks: global ranks that the report lists; None: all ranks.
 
     Returns:
         CommTimeoutError if `error` is a timeout, else CommError; within `ANSWER_S` + 2 seconds.
@@ -244,7 +251,14 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Start the watchdog, until `stop` or the end of the process. With one rank, only the timeout is stored."""
+    """Start the watchdog, which runs until `stop`; does nothing if it is running. One rank needs no thread.
+
+    Args:
+        store: torch.distributed store of the process group.
+        rank: rank of this process.
+        world: number of ranks.
+        timeout: maximum time of one collective.
+    """
     if here.watcher is not None:
         return
     here.timeout = timeout
@@ -284,7 +298,7 @@ def _at_exit() -> None:
             with suppress(OSError):  # it has ended
                 name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
                 if "gloo" in name and not rest.startswith("S"):
-                    rests = 0  # it runs, or would if a core were free
+                    rests = 0  # it is running or runnable
 
 
 def timeout() -> timedelta:
@@ -292,7 +306,7 @@ def timeout() -> timedelta:
 
 
 def _published(rank: int, store: Store) -> bytes | None:
-    """What a rank has said of its place: its last word, or what it says twice a second."""
+    """Return the last page of a rank in the store: its answer to an alarm, else its regular publication, else None."""
     for key in (f"answer/{rank}", f"seen/{rank}"):
         if store.check([key]):
             return store.get(key)
@@ -300,11 +314,11 @@ def _published(rank: int, store: Store) -> bytes | None:
 
 
 def wait_while_others_pull(idle_s: float) -> None:
-    """Stay, as one that has ended, while other ranks may still read what this one serves.
+    """Wait, marked as ended, while other ranks may still read slices that this rank serves.
 
-    Ends once all others have left or ended; when none has begun a collective for `idle_s` seconds; or, after
-    `STUCK_S`, when one stands in a collective that is no pull, which this rank will never join: the end of this
-    process is what lets it fail.
+    Returns once all other ranks have ended, or once none of them has begun or ended a collective for `idle_s` seconds.
+    If one is inside of a collective that is not a one-sided gather, `STUCK_S` seconds are enough: this rank will never
+    join that collective, which fails only when this process ends.
     """
     watcher = here.watcher
     if watcher is None or here.raised:
@@ -335,7 +349,7 @@ class WatchThread(threading.Thread):
 
 
 class _Watcher:
-    """One rank's part of the watchdog. [Note: the watch]"""
+    """Watchdog of one rank; see [Note: the watch]."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._thread: WatchThread | None = None
@@ -349,18 +363,18 @@ class _Watcher:
         self._report = ""
         self._reported = threading.Event()
         self._published = b""
-        self._collective = (0, 0.0)  # the number last seen, and the second since when
+        self._collective = (0, 0.0)  # number of the current collective, and the time of its first poll
         self._neighbours: dict[int, mmap] = {}
         self._processes: dict[int, int] = {}  # those of the neighbours
         self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
         self._answered: set[int] = set()
         self._marks = b""  # of this rank's trail, as published
-        self._trails: dict[int, bytes] = {}  # that ranks said with their answers
-        self._where: dict[int, str] = {}  # host, file and line of the user's that ranks said with their answers
+        self._trails: dict[int, bytes] = {}  # trails that ranks published with their answers
+        self._where: dict[int, str] = {}  # host, file and line that ranks published with their answers
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
-        """Return the report on `ranks`; if the store does not respond, the report has only local information."""
+        """Set the alarm `what` and return the report on `ranks`, with local information only if the store is gone."""
         self._ranks = sorted(ranks) if ranks else self._ranks
         self._question = what
         self.look_now()
@@ -378,7 +392,7 @@ class _Watcher:
         self._wake.set()
 
     def go_on(self) -> None:
-        """Start the thread, also after `rest`."""
+        """Start the thread if it is not running, also after `rest`."""
         with self._threads:
             if self._thread is None or here.resting:
                 here.resting = False
@@ -386,7 +400,7 @@ class _Watcher:
                 self._thread.start()
 
     def others(self) -> dict[int, tuple[int, int, str]]:
-        """Number, state and label of the last collective of each other rank that has not left, as far as known."""
+        """Return number, state and label of the last collective of each other rank that is known and has not ended."""
         places: dict[int, tuple[int, int, str]] = {}
         for rank in range(self._world):
             page: bytes | mmap | None = self._neighbours.get(rank)
@@ -405,7 +419,7 @@ class _Watcher:
                 self._thread.join()
 
     def stop(self) -> bool:
-        """Sign off and end the thread; returns whether it has ended."""
+        """Publish that this rank ends, and stop the thread; returns whether the thread has ended."""
         self._leaving = True
         with self._threads:
             thread, rested = self._thread, here.resting
@@ -414,7 +428,7 @@ class _Watcher:
                 self._round()
             self._wake.set()
             if thread is not None and thread is not threading.current_thread():
-                thread.join(FAREWELL_S + 4.0)  # inside the store when the interpreter ends it would abort the process
+                thread.join(FAREWELL_S + 4.0)  # a thread inside of the store would abort the process at exit
             ended = thread is None or not thread.is_alive()
         if ended:
             self._store = None
@@ -429,7 +443,7 @@ class _Watcher:
             self._wake.clear()
 
     def _with_store(self, action: Callable[[Store], Answer | None]) -> Answer | None:
-        """Run an action on the store; if the store ended with rank 0, continue with local information."""
+        """Return the result of an action on the store; None if the store ended with rank 0's process."""
         if self._store is None:
             return None
         try:
@@ -465,7 +479,7 @@ class _Watcher:
         return True
 
     def _has_parted(self) -> bool:
-        """Return whether this rank's desync trail differs from the others', after which all ranks end."""
+        """End all ranks if this rank's desync trail differs from the others'; returns whether it does."""
         what = self._with_store(self._compare_trails) if trail.interval else None
         if not what:
             return False
@@ -475,7 +489,7 @@ class _Watcher:
         return True
 
     def _compare_trails(self, store: Store) -> str | None:
-        """Publish the marks of this rank's trail and compare them with those of the lowest rank of each set."""
+        """Publish the marks of this rank's trail and compare them with the lowest rank's of each set; see `differs`."""
         marks = trail.marks()
         if marks != self._marks:
             store.set(f"marks/{self._rank}", marks)
@@ -507,7 +521,7 @@ class _Watcher:
             store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
 
     def _listen(self, store: Store) -> str | None:
-        """Publish this rank's position, map the pages of new ranks on this machine, and return a pending alarm."""
+        """Publish this rank's page, map the pages of new ranks on this machine, and return the alarm or None."""
         place = here.page.snapshot()
         if place != self._published:
             store.set(f"seen/{self._rank}", place)
@@ -522,7 +536,7 @@ class _Watcher:
         return store.get("alarm").decode() if store.check(["alarm"]) else None
 
     def _sound(self, what: str) -> None:
-        """Set the alarm unless another rank was first, and compose the report."""
+        """Set the alarm, unless another rank has set it, and compose the report."""
         self._with_store(lambda store: store.compare_set("alarm", "", what).decode())
         self._collect()
 
@@ -557,7 +571,7 @@ class _Watcher:
         self._copy(store)
 
     def _copy(self, store: Store) -> None:
-        """Read every rank's answer or last published position, and signal rank 0 that its store may end."""
+        """Read every rank's answer or last published page, and signal to rank 0 that the store may end."""
         for rank in range(self._world):
             for key in (f"seen/{rank}", f"answer/{rank}"):
                 if store.check([key]):
@@ -571,7 +585,7 @@ class _Watcher:
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:
-        """Publish a last message; rank 0 waits until the others have copied their data."""
+        """Publish this rank's last page; rank 0 waits until the others have copied the pages they need."""
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", here.page.snapshot())
@@ -589,7 +603,7 @@ class _Watcher:
             if here.raised or self._question is not None or self._leaving:
                 return
             time.sleep(0.05)
-        with suppress(OSError, ValueError):  # nobody may be left to read
+        with suppress(OSError, ValueError):  # stdout and stderr may be closed
             sys.stdout.flush()
             sys.stderr.write(f"[deepspeed] {full_report(why, self._report)}\nThis process ends.\n")
             sys.stderr.flush()

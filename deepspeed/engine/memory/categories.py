@@ -1,4 +1,4 @@
-"""Categories of memory, by the code that allocates them."""
+"""Categories of memory, determined by the code that allocates it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
 PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
-# In which module memory ran out, innermost first: the category it was for.
+# Category of the memory that a module allocates.
 _BY_MODULE = {
     allocator: "",
     buffer_views: GATHERED, module_hooks: GATHERED, prefetch: GATHERED,
@@ -33,9 +33,9 @@ _BY_MODULE = {
     update: OPTIMIZER, optimizer_shard: OPTIMIZER, optimizer: OPTIMIZER, optimizer_surface: OPTIMIZER,
     buffer_pool: POOLS,
 }  # fmt: skip
-# The same for whole packages; the first that a module lies in counts.
+# The same for packages; the first one that contains the module counts.
 _BY_PACKAGE = {comm: TRANSIT, torch.optim: OPTIMIZER, aio: POOLS, ops: OPTIMIZER, checkpoint: OPTIMIZER}
-# The same for functions, which count before their modules.
+# The same for functions; they take precedence over their modules.
 _BY_FUNCTION = {
     ShardGroup.expect_gather: GATHERED,
     ShardGroup.start_all_gather: GATHERED,
@@ -56,7 +56,7 @@ _COMM = comm.__name__
 
 
 def frames_of(error: BaseException) -> Iterator[Any]:
-    """Yield the frames of an error and of its causes, outermost first."""
+    """Yield the frames of an error's traceback, outermost first, then those of its cause."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -66,16 +66,21 @@ def frames_of(error: BaseException) -> Iterator[Any]:
 
 
 def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
-    """Return the category that the innermost known function allocates; `frames` are outermost first."""
+    """Return the category of the memory that the innermost known function allocates.
+
+    Args:
+        frames: frames of a call stack, outermost first.
+        otherwise: category if no function is known.
+    """
     known = [(_is_within(frame.f_globals.get("__name__", ""), _COMM), _of_frame(frame)) for frame in reversed(frames)]
     sent = any(category for in_comm, category in known if in_comm)
-    # Messages count for their sender; what a gather maps of other ranks' memory counts as gathered.
+    # Messages count for the code that sends them; memory of other ranks that a gather maps counts as gathered.
     allocates = next((category for in_comm, category in known if category and not in_comm), None)
     return TRANSIT if sent and allocates in (None, OPTIMIZER) else allocates or otherwise
 
 
 def category_of(frame: Any) -> str:
-    """Return the memory category of a frame's code or of one of its callers."""
+    """Return the category of the memory that a frame's code allocates, else of the nearest caller that has one."""
     while frame is not None:
         category = _of_frame(frame)
         if category:

@@ -1,4 +1,4 @@
-"""Memory of an engine by category, explanation of out-of-memory errors, and warning about the container's limit."""
+"""Memory of an engine by category, reports for out-of-memory errors, and a warning before the container's limit."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.optimizer.state_tensor import Away
 from deepspeed.zero.out_of_memory import is_exhaustion
 
-_ROOM = 0.8  # of what seems to fit
-_AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
-_LEAST, _SHARE = 64 << 20, 0.1  # left of the limit, in bytes and as a part: then the watchdog warns
-_PACE = 8 << 30  # bytes a second that a process is thought to take at most
+_ROOM = 0.8  # part of the computed size that is suggested
+_AT_ONCE = 5  # tensors of the requested size that an operator and its gradient are assumed to need together
+_LEAST, _SHARE = 64 << 20, 0.1  # free memory, in bytes and as a part of the limit, below which the watchdog warns
+_PACE = 8 << 30  # bytes per second that a process is assumed to allocate at most
 _LONGEST_S, _SHORTEST_S = 0.25, 0.004
 
 
 def allocated(device: torch.device) -> int:
-    """Return the bytes of tensors on a device; on a CPU the resident set of the process, which is larger."""
+    """Return the allocated bytes on a device; on a CPU the resident set size of the process, which is larger."""
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return get_accelerator().memory_allocated()
@@ -73,7 +73,7 @@ class MemoryReport:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         known = sum(self._known().values())
-        # What the process had besides. Sums that no gradient has reached yet have no pages on a CPU.
+        # Memory of the process besides training state. On a CPU, gradient sums have no pages before the first gradient.
         self._unwritten = known - self._resident() if state.device.type == "cpu" else 0
         self._before = allocated(state.device) - known + self._unwritten
         self._mapped = psutil.Process().memory_info().vms - known
@@ -92,14 +92,14 @@ class MemoryReport:
         return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.reduce_scatter.buffers())])
 
     def by_category(self) -> dict[str, int]:
-        """Return this rank's bytes by category: `state_bytes`, transit buffers, and activations (all other memory).
+        """Return this rank's bytes by category: `state_bytes`, "transit" (message buffers) and "activations".
 
-        Between updates, activations are memory that the allocator caches. On a CPU they are derived from the resident
-        set, so they include memory that the C library caches.
+        Activations are all other memory: between updates, memory that the allocator caches; on a CPU, where they are
+        derived from the resident set, also memory that the C library caches.
         """
         sizes = self._known()
         known = sum(sizes.values())
-        if self._unwritten > 0:  # until all has been written to, which is looked at no more then
+        if self._unwritten > 0:  # until all state has been written once
             self._unwritten = max(0, known - self._resident())
         sizes[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
         return sizes
@@ -108,13 +108,13 @@ class MemoryReport:
         self.left_by_forward = self._live()
 
     def _live(self) -> int:
-        """Return the bytes of activations; with a limit on addresses, the mapped bytes, resident or not."""
+        """Return the bytes of activations; if the address space is limited, the mapped bytes, resident or not."""
         if self._state.device.type == "cpu" and limits_addresses():
             return max(0, psutil.Process().memory_info().vms - self._mapped - sum(self._known().values()))
         return self.by_category()[ACTIVATIONS]
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
-        """Create the error with the memory by category, the category that ran out, and a suggestion of keys."""
+        """Create the error to raise instead of out-of-memory `error`, with memory by category and suggested keys."""
         frames = list(frames_of(error))
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -126,7 +126,7 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """Format the warning that the container's memory is almost full. `frames`: outermost first; `free`: bytes."""
+        """Format the warning that `free` bytes of the container are left; `frames`: call stack, outermost first."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
@@ -142,7 +142,7 @@ class MemoryReport:
 
     @staticmethod
     def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
-        """Return the completed fraction of forward when memory ran out, by blocks; 0.5 if unknown."""
+        """Return the fraction of the model's blocks whose forward had run when memory ran out; 0.5 if unknown."""
         places = {block: index for index, block in enumerate(repeated_blocks(model))}
         for frame in frames:
             module = frame.f_locals.get("self")
@@ -158,7 +158,7 @@ class MemoryReport:
     def _advice(self, category: str, frames: Sequence[Any], requested: int) -> Advice:
         """Return the first suggestion that frees enough memory; `requested` is in bytes, 0 if unknown."""
         held, free = self._known(), free_bytes(self._state.device)
-        # What the first updates will still make of state is not free.
+        # Optimizer state that the first updates will still create needs a part of the free memory.
         needs = self.holding().needs(Setting.of(self._state.ds_config))
         coming = needs - sum(held.values())
         later = max(0, free - int(max(0.0, coming)))
@@ -167,13 +167,13 @@ class MemoryReport:
         if category == POOLS and HOST not in near_places(self._state.device) and (suggestion := self._fewer_buffers()):
             return suggestion
         room = self._state.components.room or sum(held.values()) + free
-        # Where state alone does not fit, the last allocation is not what has to go.
+        # If the training state alone does not fit, it must become smaller, whatever the last allocation was for.
         fits = needs <= room
         if category == ACTIVATIONS and fits:
             suggestion = self._less_activations(self._progress(self._state.module, frames), later, requested)
             if suggestion:
                 return suggestion
-        # State has to leave room for the activations that come with it.
+        # The training state must leave room for the activations.
         activations = max(0, self.left_by_forward)
         if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
             activations = self._live() + _AT_ONCE * requested
@@ -181,12 +181,12 @@ class MemoryReport:
         return advise_on_state(self._state.ds_config, self.holding(), room - activations, not pipes, category)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
-        """Suggest a smaller `reduce_bucket_size`; two buckets are in transit at once, and a group is never divided."""
+        """Suggest a smaller `reduce_bucket_size` for `room` bytes, or return None if that does not help."""
         bucket, groups = self._state.ds_config.zero.reduce_bucket_size, self._state.components.groups
         width = max((group.dtype.itemsize for group in groups), default=4)
         tensors = [member.numel for group in groups for member in group.members]
         whole = [g.numel for g in groups if g.policy.gathers_before_use]
-        least = max([*whole, max(tensors, default=1)])  # what travels as one, whatever the bucket is
+        least = max([*whole, max(tensors, default=1)])  # elements that are always sent together, at any bucket size
         fits = int(_ROOM * room / (3 * width))
         if fits < least or bucket <= least:
             return None
@@ -204,7 +204,7 @@ class MemoryReport:
     def _less_activations(self, progress: float, free: int, requested: int) -> Advice | None:
         window, config = self._state.window, self._state.ds_config
         micro, live = window.micro, self._live()
-        needed = max(live / progress, live + 3 * requested) + 2 * requested  # the latter in backward
+        needed = max(live / progress, live + 3 * requested) + 2 * requested  # the last term is for backward
         fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
         divisor = next((size for size in range(min(fits, micro - 1), 0, -1) if micro % size == 0), 0)
         keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": divisor or 1}
@@ -212,7 +212,7 @@ class MemoryReport:
         if divisor:
             return Advice(keys, f"of {micro} samples {fits} fitted; the global batch stays")
         blocks = len(repeated_blocks(self._state.module))
-        # One block's at a time, and what lies between blocks.
+        # Activations of one block at a time, and the inputs of all blocks.
         if blocks > 1 and not config.top.activation_checkpointing.enabled:
             if 2 * needed / micro / blocks <= _ROOM * (live + free):
                 again = {"activation_checkpointing": {"enabled": True}}
@@ -220,7 +220,7 @@ class MemoryReport:
         return None
 
     def holding(self) -> Holding:
-        """Return the sizes of this engine's model that determine its training state."""
+        """Return the sizes of this engine's model that determine the memory of its training state."""
         state, parts = self._state, self._state.components
         updated = [] if parts.optimizer is None else parts.optimizer.fragments
         members = [member for group in parts.groups for member in group.members]
@@ -231,7 +231,7 @@ class MemoryReport:
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
-    """Return the tensors of an engine's training state by category; a tensor in several belongs to the first."""
+    """Return (category, tensors) of an engine's training state; a tensor in several categories counts in the first."""
     parts: Components = engine._components
     groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
     gathers = [group for group in groups if group.policy.gathers_before_use]
@@ -250,7 +250,12 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
 
 
 class MemoryGuard:
-    """Context of a part of a step that adds a report to out-of-memory errors."""
+    """Context that turns out-of-memory errors inside into MemoryExhaustedError with a memory report.
+
+    Args:
+        inner: context that is entered too.
+        measures: record the activations at the end, after a forward.
+    """
 
     __slots__ = ("_inner", "_measures", "_report")
 
@@ -271,11 +276,14 @@ class MemoryGuard:
 
 
 class MemoryWatchdog:
-    """Warns from a background thread before the container's memory limit is reached; without a limit, no thread starts.
+    """Background thread that warns before the container's memory limit is reached; without a limit, there is none.
 
-    The kernel kills a process that exceeds the limit with SIGKILL, and no allocation fails before. The thread therefore
-    polls the free memory, more often as it decreases. It logs one warning for each shortage: the stack of the training
-    thread, the memory by category, and a configuration key that reduces the usage.
+    The kernel kills a process that exceeds the limit with SIGKILL, and no allocation fails before. So the thread polls
+    the free memory, more often as it decreases. It logs one warning for each shortage, with the memory by category and
+    a configuration key that reduces the usage.
+
+    Args:
+        container: source of limit and usage; None: the cgroup of this process.
     """
 
     def __init__(self, report: MemoryReport, container: CgroupMemory | None = None) -> None:
@@ -305,7 +313,7 @@ class MemoryWatchdog:
     def _look(
         watch: weakref.ref[MemoryWatchdog], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
     ) -> None:
-        """Poll until the end, or until the engine is freed (references are weak); `trains` is the training thread."""
+        """Poll until `ended` is set or the engine is freed; `trains` is the id of the training thread."""
         warned = False
         while True:
             here, held = watch(), report()

@@ -1,7 +1,7 @@
-"""Suggestions of keys that make training state fit into memory.
+"""Suggestions of keys of the JSON with which training state fits into memory.
 
 [Note: what counts as near] Near memory is the memory that ran out: a device's, or on a CPU the process's own, which
-also holds host buffers. State on a disk is never near; state on the host is near on a CPU.
+also contains host buffers. State on a disk is never near; state on the host is near on a CPU.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from deepspeed.zero.parameters.grouping import MIN_BUCKET_NUMEL, MIN_BUCKETS, bi
 from deepspeed.zero.parameters.parameter import ManagedParameter, is_managed
 
 REGION = 1 << 26  # bytes of the regions in which ranks of a machine share memory
-_MARGIN = 1.05  # on what a setting is computed to take
-_TEMPORARIES = 2  # tensors of the size of the one that is updated, which torch's optimizers make
-_HOLES = 1 << 26  # bytes
-_BROADCAST = 1 << 25  # bytes in which a model is broadcast
+_MARGIN = 1.05  # factor on the computed memory of a setting
+_TEMPORARIES = 2  # temporary tensors of a parameter's size that torch's optimizers allocate in an update
+_HOLES = 1 << 26  # bytes that fragmentation of the heap is assumed to cost at most
+_BROADCAST = 1 << 25  # bytes of the buffers in which a model is broadcast
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _AWAY = "masters, gradient sums and optimizer state leave it"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Suggested keys, or the reason why there are none."""
+    """Suggested keys of the JSON, or the reason why there are none."""
 
-    settings: dict[str, Any]  # a part of the JSON, to be laid over the user's; empty where no key helps
-    why: str  # what they do, or why there are none
+    settings: dict[str, Any]  # part of a JSON, to be merged into the user's; empty if no key helps
+    why: str  # effect of these keys, or the reason why there are none
 
     def __str__(self) -> str:
         return f"What would fit: {json.dumps(self.settings)}: {self.why}" if self.settings else self.why
@@ -57,13 +57,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that determine how much training state is on the device."""
+    """Settings of the JSON that determine how much training state is in the memory that ran out."""
 
-    stage: int  # of ZeRO
+    stage: int  # ZeRO stage
     optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
-    parameters: str = DEVICE  # place of split parameters
-    buffers: int = 4  # `buffer_count` of the disk
-    live: int = 0  # most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time
+    parameters: str = DEVICE  # place of sharded parameters
+    buffers: int = 4  # `buffer_count` for the disk
+    live: int = 0  # maximum of gathered elements (`stage3_max_live_parameters`); 0: two modules at a time
 
     @classmethod
     def of(cls, config: DeepSpeedConfig) -> Setting:
@@ -75,7 +75,13 @@ class Setting:
         return cls(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
 
     def smaller(self, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
-        """Yield settings that need less memory, the smallest changes first."""
+        """Yield settings that need less memory, the smallest changes first.
+
+        Args:
+            holding: sizes of the model.
+            stages: also yield higher ZeRO stages.
+            disk: a folder for NVMe offload exists.
+        """
         now, far = self, HOST if HOST not in holding.near else NVME
         if policy_for(now.stage).gathers_before_use and now.live > holding.pair:
             yield (now := replace(now, live=0))
@@ -92,7 +98,12 @@ class Setting:
                 yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)
 
     def keys_to(self, then: Setting, folder: str, pair: int) -> dict[str, Any]:
-        """Return the keys of `zero_optimization` that change this setting to another one; `pair` as in `Holding`."""
+        """Return the keys of `zero_optimization` that change this setting to `then`.
+
+        Args:
+            folder: path for NVMe offload.
+            pair: `Holding.pair` of the model.
+        """
         names, keys = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
         if then.stage != self.stage:
             keys["stage"] = then.stage
@@ -173,12 +184,12 @@ class Holding:
         )
 
     def needs(self, setting: Setting) -> float:
-        """Return the peak bytes of near memory between micro-batches under a setting."""
+        """Return the peak bytes of the training state in the memory that ran out, under a setting; no activations."""
         policy = policy_for(setting.stage)
         groups = self._groups(policy)
         total = self._rest(setting, policy) + self._of_backward(setting, policy, max(groups, default=0))
         total += self._of_update(setting, policy, groups)
-        # While it is laid out: what is broadcast, then a group beside the tensors that it takes over.
+        # During `build`: buffers of the broadcast, then a group's buffers in addition to the tensors it replaces.
         first = max(groups, default=0) * (self.widths[0] + self.widths[1] * (self.widths[0] != self.widths[1]))
         staged = min(self.birth, 3 * _BROADCAST) if self.ranks > 1 else 0
         return max(total, self.birth + max(staged, first if self.birth else 0))
@@ -209,14 +220,14 @@ class Holding:
         return total + self.frozen * self.widths[0] / (self.ranks if policy.gathers_before_use else 1)
 
     def _of_backward(self, setting: Setting, policy: Policy, group: int) -> float:
-        """Return the bytes of gathered parameters, and of gradients in autograd, in a round and in transit."""
+        """Return the bytes that backward needs: gathered parameters, gradients in autograd, buckets and messages."""
         itemsize, accumulator = self.widths[0], self.widths[2]
         total = float(self._tensor * itemsize)
         if policy.gathers_before_use:
             total += max(self.pair, min(setting.live, self.trained)) * itemsize
-        if self.ranks == 1:  # what it collects is the sum, unless that rests elsewhere
+        if self.ranks == 1:  # the bucket is the sum itself, unless the sum is stored elsewhere or wider
             return total + (group * itemsize if setting.optimizer != DEVICE or itemsize < accumulator else 0)
-        whole = not policy.owns_a_shard  # sent from where they are summed
+        whole = not policy.owns_a_shard  # sums are sent in place
         rounds = min(self.trained, max(self.bucket, group)) + 2 * group  # elements filled, sent and received at once
         posted = self.trained * accumulator if whole else rounds * itemsize
         if not self.addresses:
@@ -226,18 +237,18 @@ class Holding:
         return total + mapped - (posted if whole else own)
 
     def _of_update(self, setting: Setting, policy: Policy, groups: Sequence[int]) -> float:
-        """Return the bytes of buffers for the update, and of the optimizer's temporaries."""
+        """Return the bytes that an update needs: the optimizer's temporaries, and buffers for state on a disk."""
         master, slices = self.widths[1], self._slices(policy)
         total = _TEMPORARIES * self._tensor / slices * master
         if NVME in (setting.optimizer, setting.parameters) and HOST in self.near:
-            # What is read ahead, what is written behind, and what is updated: master, sum and state of a group have
-            # buffers, which serve what has their size. The first time, state is made beside them.
+            # Buffers for the groups that are read ahead, written behind and updated: each has master, sum and state.
+            # Buffers are reused for tensors of equal size. The first update also allocates the state itself.
             of_one, widest = master + self.widths[2] + self.moments, max(master, self.widths[2], self.moments)
             counts = Counter(groups)
             of_size = (size * min((2 * setting.buffers + 2) * widest, count * of_one) for size, count in counts.items())
             total += (sum(of_size) + (self.moments + master) * max(groups, default=0)) / slices
         if HOST in self.near:
-            # What a heap has free after some steps, in holes that nothing fits into.
+            # Fragmentation: free blocks of the heap that are too small for new tensors.
             widest = max(self.widths)
             total += min(self.trained * widest, _HOLES) + 2 * min(max(groups, default=0) * widest, IN_HEAP)
         return total
@@ -260,12 +271,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def near_places(device: torch.device) -> frozenset[str]:
-    """Return the places that count as near memory; see the note."""
+    """Return the places of state that use the memory that ran out; see [Note: what counts as near]."""
     return frozenset((DEVICE, HOST) if device.type == "cpu" else (DEVICE,))
 
 
 def _folder(config: DeepSpeedConfig) -> str:
-    """Return a folder on a disk: the JSON's, else one for temporary files that is not in memory, or ""."""
+    """Return a writable folder on a disk: the JSON's, else the one for temporary files or the current one, or ""."""
     zero = config.zero
     named = [str(part.nvme_path) for part in (zero.offload_optimizer, zero.offload_param) if part.nvme_path]
     mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -281,11 +292,17 @@ def _folder(config: DeepSpeedConfig) -> str:
 def advise_on_state(
     config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, category: str = "state"
 ) -> Advice:
-    """Return the smallest change with which a model's state fits into `room` bytes of near memory.
+    """Return the smallest change of the JSON with which a model's state fits into the memory that ran out.
 
     Args:
+        config: the current configuration.
+        holding: sizes of the model.
+        room: bytes of this memory for the training state.
         stages: allow a higher ZeRO stage (False for pipelines).
-        category: category of the failed allocation.
+        category: category of the failed allocation, for the text.
+
+    Returns:
+        Advice, whose settings are empty if no setting fits.
     """
     now, folder = Setting.of(config), _folder(config)
     near, mib = "device" if HOST not in holding.near else "memory", 2**20
@@ -319,7 +336,7 @@ def advise_on_state(
 
 
 def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the sizes for `Holding.units`; `sizes` are elements by parameter identity, if they are not `numel()`."""
+    """Return `Holding.units` of a model; `sizes`: elements by the id of a parameter, if they differ from `numel()`."""
     units: Counter[torch.nn.Module] = Counter()
     for param, unit in units_of(model).items():
         units[unit] += sizes.get(id(param), param.numel())
@@ -327,20 +344,20 @@ def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...
 
 
 def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `build`: on an out-of-memory error, suggest the keys with which the state would fit."""
+    """Decorate `build` so that an out-of-memory error becomes MemoryExhaustedError with keys that would help."""
 
     @functools.wraps(build)
     def build_or_advise(
         model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any
     ) -> Any:
-        # The model's own parameters become state: their room is there too. Lazy ones are refused by `build`.
+        # The state replaces the model's own parameters, so their memory counts as free. `build` refuses lazy ones.
         own = [p for p in model.parameters() if p.device == device and not (is_lazy(p) or is_managed(p))]
         limited = device.type == "cpu" and limits_addresses()
-        stays = heap() if limited else range(0)  # what is freed there is no room for larger tensors
+        stays = heap() if limited else range(0)  # memory freed in the heap cannot be used for larger tensors
         model_bytes = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
         room = free_bytes(device) + model_bytes
         trained = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-        # Also of parameters that are sharded already, and as they are before any is.
+        # Sizes of the whole parameters, also of those that are sharded already.
         sizes = {
             id(p): 0 if is_lazy(p) else p.ds_numel if isinstance(p, ManagedParameter) else p.numel()
             for p in model.parameters()
