@@ -10,7 +10,7 @@ from deepspeed.foundation.log import log_dist
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Return the mean without the fraction `share` of values at either end; 0 if there are no values."""
+    """Return the mean without the fractions `share` of smallest and of largest values; 0 if there are no values."""
     cut = int(len(values) * share)
     middle = sorted(values)[cut : len(values) - cut] if cut else values
     return sum(middle) / len(middle) if middle else 0.0
@@ -81,7 +81,7 @@ class Timer:
         return elapsed
 
     def mean(self) -> float:
-        """Return the mean of the recorded milliseconds, without a tenth at either end; 0 if there are none."""
+        """Return the mean in milliseconds without the smallest and the largest 10% of the records; 0 if none."""
         return trimmed_mean(self._records)
 
 

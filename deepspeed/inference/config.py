@@ -81,7 +81,8 @@ class BaseQuantConfig(DeepSpeedConfigModel):
 
     Args:
         num_bits: 8 or 4.
-        q_groups: number of scales per row of a matrix, with 8 bits.
+        q_groups: number of scales per row of a matrix with 8 bits; 1 is used if it does not divide the row, and in the
+            output head. No effect with 4 bits, which have a scale per 32 inputs.
         q_type: no effect; 8 bits are symmetric, 4 bits asymmetric.
     """
 

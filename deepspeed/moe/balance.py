@@ -81,7 +81,7 @@ class AllTokens:
     """Sum of the statistics of one auxiliary loss over ranks, and with `window` also over micro-batches.
 
     Args:
-        axis: the ranks over which tokens are counted; all of them call together.
+        axis: the ranks over which tokens are counted; all of them must call this.
         window: whether the shares c_e / N count all tokens since the last update (`end_window`).
         name: name of the layer or model in error messages.
     """
@@ -268,7 +268,7 @@ class RouterBias:
 
     @torch.no_grad()
     def update(self, counts: dict[str, torch.Tensor]) -> None:
-        """Update the biases from the (E,) token counts over all ranks, by layer name. All ranks call together."""
+        """Update the biases from the (E,) token counts over all ranks, by layer name. All ranks must call this."""
         for name, count in counts.items():
             load, bias = count.double(), self._biases[name]
             step = self._speed * (load.mean() - load).sign()

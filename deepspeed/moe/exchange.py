@@ -49,7 +49,7 @@ class Routing:
 
     @classmethod
     def of(cls, index: torch.Tensor, owner: torch.Tensor, axis: Axis, name: str) -> Routing:
-        """Compute the destinations of all tokens and exchange the counts. All ranks call together.
+        """Compute the destinations of all tokens and exchange the counts. All ranks must call this.
 
         Args:
             index: (T, k) integer: the experts chosen by each token.
@@ -159,7 +159,7 @@ class _Combine(torch.autograd.Function):
 def dispatch(
     hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Send tokens to the ranks of their experts. All ranks call together, in forward and in backward.
+    """Send tokens to the ranks of their experts. All ranks must call this, in forward and in backward.
 
     Args:
         hidden: (T, H) tokens.
@@ -174,5 +174,5 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Send (R, H) results back to the tokens' ranks; return their (T, H) sums by token. All ranks call together."""
+    """Send (R, H) results back to the tokens' ranks; return their (T, H) sums by token. All ranks must call this."""
     return _Combine.apply(_SameOnAllRanks.apply(rows), routing)  # type: ignore[return-value]

@@ -67,7 +67,7 @@ class DividedExperts(nn.Module):
     first_local: int  # the number of an expert of this rank
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the whole module's result. All ranks of the axis call together, also those without tokens."""
+        """Compute the whole module's result. All ranks of the axis must call this, also those without tokens."""
         location, structure = self.location, self.structure
         with alarmed(lambda: f"experts of {location.name}"):  # all ranks combine, or none
             values = values_of(type(self), self, args, kwargs)
@@ -96,7 +96,7 @@ class DividedExperts(nn.Module):
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
-    """Divide the experts of all layers among `ep` ranks, in place. All ranks call together, with whole models.
+    """Divide the experts of all layers among `ep` ranks, in place. All ranks must call this, with whole models.
 
     Args:
         model: the model; values are those of the first rank.

@@ -30,7 +30,7 @@ def _create_expert_and_data_parallel(
     use_data_before_expert_parallel_: bool = False,
     folding_spec: Any = None,
 ) -> None:
-    """Create the process groups for an expert-parallel size on the current mesh. All ranks call together.
+    """Create the process groups for an expert-parallel size on the current mesh. All ranks must call this.
 
     Args:
         expert_parallel_size_: number of ranks among which the experts of a layer are divided.

@@ -92,7 +92,7 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Divide the experts among the ranks of the current mesh. All ranks call together, in `deepspeed.initialize`.
+        """Divide the experts among the ranks of the current mesh. All ranks must call this, in `deepspeed.initialize`.
 
         Raises:
             MeshError: `ep_size` does not divide the number of data-parallel ranks.
@@ -135,7 +135,7 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run tokens through their experts. All ranks of the expert-parallel group call together.
+        """Run tokens through their experts. All ranks of the expert-parallel group must call this.
 
         Args:
             hidden_states: (…, H) tokens.

@@ -207,7 +207,7 @@ class ExpertLoad:
         return hook
 
     def end_window(self) -> None:
-        """Add up the counts of all ranks, and start a new window. All ranks of the axis call together."""
+        """Add up the counts of all ranks, and start a new window. All ranks of the axis must call this."""
         if not self._layers:
             return
         device = next((layer.row.device for layer in self._layers if layer.row is not None), torch.device("cpu"))

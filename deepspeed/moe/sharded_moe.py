@@ -391,7 +391,7 @@ class MOELayer(nn.Module):
             set_group(ep_group)
 
     def forward(self, *input: Any) -> torch.Tensor:
-        """Run (…, H) tokens through their experts. All ranks of the expert-parallel group call together.
+        """Run (…, H) tokens through their experts. All ranks of the expert-parallel group must call this.
 
         Args:
             input: the tokens and, for k = 1, an optional (S,) mask of the tokens to use.

@@ -67,7 +67,7 @@ class ExpertStructure:
         return torch.cat(parts), local
 
     def local_count(self, ep: int) -> int:
-        """Return the number of experts in a call of one of `ep` shares: its own, or all if they are child modules."""
+        """Return how many experts the forward is called for on one of `ep` ranks: its own; all if they are children."""
         return self.count if self.children else self.count // ep
 
 

@@ -60,7 +60,7 @@ class LivePage:
 
 
 def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the last page of each rank of a run, by rank; pages that were never complete are omitted."""
+    """Return the status page of each rank of a run, by rank; incomplete pages are omitted after a few attempts."""
     pages: dict[int, dict[str, Any]] = {}
     for path in (folder / FOLDER).glob("*.page"):
         with suppress(OSError, ValueError):

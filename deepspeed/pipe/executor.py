@@ -98,7 +98,7 @@ class Means:
             self._sums[name] = total + number * weight, weights + weight  # stays on the device, without synchronization
 
     def over(self, axis: Axis) -> dict[str, float]:
-        """Return the means over all ranks that have numbers. All ranks of the axis call together."""
+        """Return the means over all ranks that have numbers. All ranks of the axis must call this."""
         sums: dict[str, tuple[float, float]] = {}
         own_sums = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
         for rank_sums in all_gather_objects(axis, own_sums):
@@ -109,7 +109,7 @@ class Means:
 
 
 def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
-    """Check that parameters shared by several stages are equal on all of them. All ranks of the axis call together.
+    """Check that parameters shared by several stages are equal on all of them. All ranks of the axis must call this.
 
     Args:
         values: shared parameters of this stage, by a name that all stages use.
@@ -316,7 +316,7 @@ class Executor:
         return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
 
     def run(self, schedule: PipelineSchedule, training: bool) -> list[Any]:
-        """Run this stage's row of a validated schedule; `training`: with autograd. All stages call together.
+        """Run this stage's row of a validated schedule; `training`: with autograd. All stages must call this.
 
         Returns:
             Outputs of the last part by micro-batch, detached; empty on other stages.

@@ -193,7 +193,7 @@ class PipelineModule(nn.Module):
         return bounds
 
     def _measured(self, parts: int) -> list[int]:
-        """Return the bounds of the parts from measured costs of the layers. All ranks call together."""
+        """Return the bounds of the parts from measured costs of the layers. All ranks must call this."""
         accelerator, limit = get_accelerator(), self._memory
         if limit is None and accelerator.device_name() != "cpu":
             limit = accelerator.total_memory()

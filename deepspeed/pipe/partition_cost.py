@@ -272,7 +272,7 @@ def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter
 
 
 def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:
-    """Combine the layer costs of all ranks: median time, maximum bytes. All ranks call together.
+    """Combine the layer costs of all ranks: median time, maximum bytes. All ranks must call this.
 
     Args:
         measured: measures the layers on this rank.

@@ -30,7 +30,7 @@ class Exchanged:
     Args:
         by_heads: the whole sequence for this rank's heads.
         by_tokens: this rank's slice of the sequence, all heads.
-        again: converts `by_tokens` to `by_heads` without autograd; all ranks must call it together.
+        again: converts `by_tokens` to `by_heads` without autograd; all ranks must call it.
         where: name of the attention for error messages.
     """
 

@@ -35,7 +35,7 @@ def tp_model_init(
     example: Any = None,
     verify: str = "units",
 ) -> nn.Module:
-    """Split a dense model over ranks before `initialize`. All ranks must call together.
+    """Split a dense model over ranks before `initialize`. All ranks must call this.
 
     Args:
         model: the same on all ranks; changed in place.

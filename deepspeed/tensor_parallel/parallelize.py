@@ -110,7 +110,7 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
-    """Call `cut_model` on a mesh's axis `tp`; errors are raised on all ranks. All ranks of the mesh call together."""
+    """Call `cut_model` on a mesh's axis `tp`; errors are raised on all ranks. All ranks of the mesh must call this."""
     everyone = mesh.axis(*DIMS)
     # tp groups meet in each unit's gather, and would wait for a group that has ended.
     born = any(map(is_managed, model.parameters()))
@@ -141,7 +141,7 @@ def cut_model(
     plan_file: str | None = None,
     in_step: Axis | None = None,
 ) -> TensorParallelPlan:
-    """Reduce a dense model to this rank's slices, in place. All ranks of the axis call together.
+    """Reduce a dense model to this rank's slices, in place. All ranks of the axis must call this.
 
     Args:
         model: the same on all ranks; values are broadcast from the first rank. Parameters stay the same objects.

@@ -167,7 +167,7 @@ class _FileEntry:
 
 
 def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
-    """Compare the contents of all ranks' plan files. All ranks of the axis call together.
+    """Compare the contents of all ranks' plan files. All ranks of the axis must call this.
 
     Args:
         axis: the ranks.

@@ -84,7 +84,7 @@ class Forks:
         return (drawn * self._axis.size + self._axis.rank) * _PRIME % (1 << 62)
 
     def check_apart(self) -> None:
-        """Raise TensorParallelError if two ranks have equal seeds for split activations. All ranks call together."""
+        """Raise TensorParallelError if two ranks have equal seeds for split activations. All ranks must call this."""
         ranks, first = self._axis.ranks, dict[int, int]()  # the first rank by seed
         for place, seed in object_exchange.current.gather_present(self._axis, self.own_seed(1)).items():
             other = first.setdefault(seed, place)
@@ -129,7 +129,7 @@ class Forks:
 
 
 def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
-    """Register hooks for dropout on whole and on split activations. All ranks of the axis call together.
+    """Register hooks for dropout on whole and on split activations. All ranks of the axis must call this.
 
     Args:
         model: a split model.
@@ -141,7 +141,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
         The hooks; None if nothing is dropped.
 
     Raises:
-        TensorParallelError: one module drops both kinds, or two ranks would draw equal masks for split activations.
+        TensorParallelError: a module applies dropout to both kinds, or ranks would draw equal masks for split ones.
     """
     kinds = {name: {bool(drop) and drop <= columns for drop in drops} for name, drops in dropped.items()}
     both = next((name for name, kind in kinds.items() if len(kind) > 1), None)

@@ -264,7 +264,7 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
     """Describe the differences between a unit's dense results and those of this rank's slice `cut`; "" if none.
 
-    All ranks of the axis call together, inside `run_collectively`.
+    All ranks of the axis must call this, inside `run_collectively`.
     """
 
     def compare() -> str:
@@ -278,7 +278,7 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Raise for differences, or log them if the unit is not deterministic. All ranks of the axis call together.
+    """Raise for differences, or log them if the unit is not deterministic. All ranks of the axis must call this.
 
     Args:
         unit: a unit with differences on some rank.
@@ -390,7 +390,7 @@ def _apart(
 
 
 def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
-    """Compare a split model's output with that of the dense model in its plan. All ranks of the axis call together.
+    """Compare a split model's output with that of the dense model in its plan. All ranks of the axis must call this.
 
     Raises:
         TensorParallelError: the outputs differ.

@@ -236,7 +236,7 @@ class _Head:
 
 
 def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, str]]:
-    """Split the embedding and the output projection. All ranks of the axis call together.
+    """Split the embedding and the output projection. All ranks of the axis must call this.
 
     Args:
         model: a causal LM of Transformers, the same on all ranks; changed in place.

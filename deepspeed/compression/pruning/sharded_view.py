@@ -20,7 +20,7 @@ class Exchange:
     """Collectives over the ranks of an axis; `label` describes a message in errors.
 
     Args:
-        axis: ranks that share parameters and optimizer state.
+        axis: ranks over which parameters and optimizer state are sharded.
         device: device of the messages, if the backend of the axis does not send from the CPU.
     """
 
@@ -66,7 +66,7 @@ class Owned:
     Args:
         name: name in the model; the first name of a tied parameter.
         param: the parameter, plain or sharded.
-        axis: ranks that share parameters and optimizer state.
+        axis: ranks over which parameters and optimizer state are sharded.
         optimizer: optimizer with the parameter's moments and gradients; None without training.
     """
 

@@ -230,10 +230,12 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
 
 
 def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Any, nn.Module, Shrink]:
-    """Return the config of a small copy, the copy, and its `Shrink` like `shrink`; arguments are those of `prove`.
+    """Return the config of a small copy, the copy, and the copy's `Shrink` that reduces the same config keys.
+
+    Arguments are those of `prove`.
 
     Raises:
-        CompressionError: the copy cannot be built, or has no such units.
+        CompressionError: the copy cannot be built, or has no `Shrink` with these keys.
     """
     config = twin_config(model_class, config)
     twin = build(model_class, config)

@@ -1,4 +1,4 @@
-"""Lion for parameters and states on their own device."""
+"""Lion that updates parameters and states on their device (`cpu_lion`: states in host memory)."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ class StateView(WindowView, PlacedView):
         return StateRange(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
 
     def plain_value(self, name: str) -> StateRange:
-        """Return all elements of a buffer, or of a parameter that is not managed, by name."""
+        """Return all elements of a buffer, or of a parameter outside of all groups, by name."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
         return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 

@@ -82,7 +82,7 @@ class ClientSurface:
 
     @property
     def ds_process_group(self) -> Any:
-        """Return the process group over which the parameter is sharded."""
+        """Return the process group of the ranks over which the parameter is sharded; None for a single rank."""
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:

@@ -55,7 +55,7 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
 
     Args:
         tensor: parameter or buffer.
-        name: its name, which is part of the signature of a tied weight, so that this has a group of its own.
+        name: its name, part of the signature if several pipeline stages share the weight, which then has its own group.
     """
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) and placement.ep == 1 or any(getattr(tensor, mark, False) for mark in _SLICED)
