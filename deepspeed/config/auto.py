@@ -230,6 +230,7 @@ _OF_ZERO = (
 )  # fmt: skip
 _TENSOR, _SLICES, _SEQUENCE = "tensor_parallel", "autotp_size", "sequence_parallel_size"
 _PIPELINE, _STAGES = "pipeline", "stages"
+_EXPERTS, _SIZE = "expert_parallel", "size"
 
 
 def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +256,8 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
         config[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(plan, _TENSOR)[_SLICES]}
     if _STAGES in _block(plan, _PIPELINE):
         config[_PIPELINE] = {**_block(raw, _PIPELINE), _STAGES: _block(plan, _PIPELINE)[_STAGES]}
+    if _SIZE in _block(plan, _EXPERTS):
+        config[_EXPERTS] = {**_block(raw, _EXPERTS), **_block(plan, _EXPERTS)}
     if _SEQUENCE in plan:
         config[_SEQUENCE] = plan[_SEQUENCE]
     if _RECOMPUTE in raw or _RECOMPUTE in plan:

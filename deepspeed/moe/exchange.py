@@ -12,7 +12,7 @@ ranks first exchange their token counts. All ranks take part in every exchange, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,16 @@ from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL, all_to_all_rows
 from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.fake_mode import Replaceable, message
 
 Table = list[list[int]]  # rows that rank r sends to rank p
+
+row_exchange = Replaceable(all_to_all_rows)
+expert_choices: Replaceable[Callable[[torch.Tensor, torch.Tensor, Axis, int], torch.Tensor]] = Replaceable(
+    lambda index, _owner, _axis, _slots: index
+)
+"""Experts that tokens go to, from those that the router has chosen (T, k), the position on the axis of each expert's
+rank, the axis, and the slots of an expert (0: no limit). Simulations replace it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,10 @@ class Routing:
         labelled = [(f"{what} of {self.name} to {to}", rows) for what, rows in parts]
         if labelled:
             meet_before(self.axis, labelled[0][0])
-        return all_to_all_rows(self.axis, labelled, table)
+        received = row_exchange.current(self.axis, labelled, table)
+        sizes = (sum(rows.nbytes for rows in side) for side in ((rows for _, rows in labelled), received))
+        message("all_to_all", max(sizes), self.axis.ranks)
+        return received
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy (S, …) of the (T, …) tokens in the order of `sent`, in memory that other ranks can read."""

@@ -25,7 +25,7 @@ from deepspeed.errors import ExpertParallelError, UsageError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.calls import read_call, values_of
-from deepspeed.moe.exchange import Routing, combine, dispatch
+from deepspeed.moe.exchange import Routing, combine, dispatch, expert_choices
 from deepspeed.moe.structure import ExpertStructure, RemoteExpert, counting, find_experts, run_pairs, tried
 from deepspeed.tensor_parallel.layers import cut_tensor
 from deepspeed.zero.api.reshard import shard_parameter
@@ -72,7 +72,8 @@ class DividedExperts(nn.Module):
         with alarmed(lambda: f"experts of {location.name}"):  # all ranks combine, or none
             values = values_of(type(self), self, args, kwargs)
             call = read_call(structure.forms[0], values, structure.count, location.name)
-            index, (owner, local) = call.index.long(), (place.to(call.index.device) for place in self.places)
+            owner, local = (place.to(call.index.device) for place in self.places)
+            index = expert_choices.current(call.index.long(), owner[:-1], location.axis, 0)
             routing = Routing.of(index, owner, location.axis, location.name)
             chosen = local[index[routing.sent].masked_fill(~routing.choices, -1)]
             rows, weights, choices = dispatch(call.rows, call.weights, chosen, routing)

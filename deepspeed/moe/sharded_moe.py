@@ -28,7 +28,7 @@ from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.moe.balance import mean_product
-from deepspeed.moe.exchange import Routing, combine, dispatch
+from deepspeed.moe.exchange import Routing, combine, dispatch, expert_choices
 from deepspeed.moe.expert_parallel import ExpertLocation
 
 _POLICIES = (None, "None", "Jitter", "RSample")
@@ -415,6 +415,8 @@ class MOELayer(nn.Module):
                 f"the experts of this layer are to be divided among {self.ep_size} ranks (ep_size): pass the model to "
                 f"deepspeed.initialize, or call the layer's set_deepspeed_parallelism(), before its first forward"
             )
+        slots = int(routes[1]) if getattr(self.gate, "drop_tokens", False) else 0
+        index = expert_choices.current(index, location.owner, location.axis, slots)
         owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # no rank owns a dropped choice, -1
         routing = Routing.of(index.long(), owner, location.axis, location.name)
         chosen = index[routing.sent].masked_fill(~routing.choices, -1)

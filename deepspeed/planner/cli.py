@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--nvme", default="", metavar="FOLDER", help="on a disk that may be used")
     add("--length", type=int, default=128, help="tokens of a sequence, for models of Transformers")
+    add("--expert_load", type=float, default=1.0, help="with divided experts, the choices that the busiest rank's "
+        "experts get over the mean")  # fmt: skip
     add("--config", default="", help="JSON whose other keys are kept; default: AdamW in bf16")
     add("--seconds", type=float, default=300.0, help="to search for")
     add("--trials", type=int, default=-1, help=f"short runs of the best plans, at most {MOST}; default: {MOST} on a "
@@ -66,7 +68,12 @@ def main(args: Sequence[str] | None = None) -> int:
                 machine.save(options.save_machine)
         else:
             machine = Machine.load(options.machine)
-        judged = search(Task(make, batch, options.batch, config), machine, options.seconds, axes=True)
+        judged = search(
+            Task(make, batch, options.batch, config, expert_load=options.expert_load),
+            machine,
+            options.seconds,
+            axes=True,
+        )
     except DeepSpeedError as error:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from deepspeed.comm.fake_world import fake_ranks
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.engine import pipeline_setup
 from deepspeed.foundation.fake_mode import with_values
+from deepspeed.moe.simulated import simulated_experts
 from deepspeed.pipe import executor, partition_cost
 from deepspeed.pipe.fake_stages import AbsentStages
 from deepspeed.sequence import transformers_adapter
@@ -28,14 +29,15 @@ from deepspeed.zero.gradients.buckets import Bucket
 
 
 @contextlib.contextmanager
-def simulated_world(rank: int, size: int, **world: Any) -> Generator[None]:
-    """Simulate rank `rank` of `size` in this process inside the context. Arguments and errors as in `fake_ranks`."""
-    with fake_ranks(rank, size, **world), without_values():
+def simulated_world(rank: int, size: int, expert_load: float = 1.0, **world: Any) -> Generator[None]:
+    """Simulate rank `rank` of `size` in this process inside the context. Arguments and errors as in `fake_ranks` and
+    `simulated_experts`."""
+    with fake_ranks(rank, size, **world), without_values(expert_load):
         yield
 
 
 @contextlib.contextmanager
-def without_values() -> Generator[None]:
+def without_values(expert_load: float = 1.0) -> Generator[None]:
     """Let engines run on tensors without values, and without other pipeline stages, inside the context."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tensor_file.disks.replaced(SimulatedDisk))
@@ -44,6 +46,7 @@ def without_values() -> Generator[None]:
         stack.enter_context(pipeline_setup.meters.replaced(lambda _config, _mesh: None))
         stack.enter_context(transformers_adapter.position_gathers.replaced(_continued_positions))
         stack.enter_context(plan.probes.replaced(_drawn_calls))
+        stack.enter_context(simulated_experts(expert_load))
         stack.enter_context(reducer.unlaunched_copies.replaced(_send_zeros_of_absent_stages))
         yield
 

@@ -87,6 +87,7 @@ def predict_memory(
     loss: Loss | None = None,
     optimizer: Any = None,
     updates: int = 3,
+    expert_load: float = 1.0,
 ) -> MemoryCount:
     """Predict the memory of a CPU rank by running the engine on tensors without values; takes seconds for any model.
 
@@ -99,15 +100,18 @@ def predict_memory(
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: a callable that creates one from parameters; None: the JSON's optimizer.
         updates: number of updates to run; memory does not change after the third.
+        expert_load: under expert parallelism, the choices (pairs of a token and an expert) that this rank's experts
+            get, over the mean of all ranks; the most that is possible if that is less.
 
     Raises:
-        ArgumentError: the rank does not exist, `model` returns no module, or the output has no loss.
+        ArgumentError: the rank does not exist, `expert_load` is negative, `model` returns no module, or the output has
+            no loss.
         UsageError: this process is already a rank of a run.
         DeepSpeedConfigError: the configuration is invalid.
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
-    program = Program(model, config, batch, loss, optimizer, updates)
+    program = Program(model, config, batch, loss, optimizer, updates, expert_load)
     prediction = simulate(program, rank, world_size)
     if world_size == 1:
         return prediction
@@ -148,7 +152,15 @@ def simulate(
 
     def run(rank: int, beside: Beside) -> MemoryCount:
         kernels = device_kernels() if device else contextlib.nullcontext()
-        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs)
+        world = simulated_world(
+            rank,
+            size,
+            program.expert_load,
+            late=late,
+            device=device,
+            per_host=per_host,
+            stage_outputs=stage_outputs,
+        )
         with _quiet(), kernels, world, Valueless() as valueless:
             return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 

@@ -25,12 +25,14 @@ class MeshShape:
         sequence: sequence-parallel ranks.
         shard: ranks that share one copy of the state (hybrid sharding); 0: as many as possible.
         stages: pipeline stages, each of consecutive ranks.
+        expert: ranks among which the experts of a layer are divided.
     """
 
     tensor: int = 1
     sequence: int = 1
     shard: int = 0
     stages: int = 1
+    expert: int = 1
 
     @property
     def name(self) -> str:
@@ -38,7 +40,8 @@ class MeshShape:
         tensor = f"_tp{self.tensor}" if self.tensor > 1 else ""
         sequence = f"_sp{self.sequence}" if self.sequence > 1 else ""
         stages = f"_pp{self.stages}" if self.stages > 1 else ""
-        return f"{tensor}{sequence}{f'_mics{self.shard}' if self.shard else ''}{stages}"
+        expert = f"_ep{self.expert}" if self.expert > 1 else ""
+        return f"{tensor}{sequence}{f'_mics{self.shard}' if self.shard else ''}{stages}{expert}"
 
     @property
     def width(self) -> int:
@@ -66,10 +69,22 @@ class MeshShape:
             config["zero_optimization"] = {**config.get("zero_optimization", {}), "mics_shard_size": self.shard}
         if self.stages > 1:
             config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
+        if self.expert > 1:
+            config["expert_parallel"] = {**config.get("expert_parallel", {}), "enabled": True, "size": self.expert}
 
-    def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
+    def message_bytes(
+        self, whole: float, ranks: int, reductions: int, gathers: int, experts: float = 0.0, ep: int = 1
+    ) -> float:
         """Return the bytes that one of `ranks` ranks receives in an update with `reductions` reduce-scatters and
-        `gathers` all-gathers of a model of `whole` bytes."""
+        `gathers` all-gathers of a model of `whole` bytes.
+
+        Args:
+            experts: part of `whole` that is divided among `ep` ranks; ranks with the same part share its state.
+        """
+        if ep > 1:
+            alike = ranks // ep
+            rest = self.message_bytes(whole - experts, ranks, reductions, gathers)
+            return rest + experts / ep * (alike - 1) / alike * (reductions + gathers)
         group = len(self.shard_ranks(ranks))
         shard = self.shard or group
         copies = group // shard
@@ -77,8 +92,8 @@ class MeshShape:
         return received + 2 * whole / shard * (copies - 1) / copies * reductions  # all-reduce over copies
 
 
-def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
-    """Yield meshes with one axis besides data parallelism, each with the ZeRO stages to try."""
+def shapes(machine: Machine, experts: bool = False) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
+    """Yield meshes with one axis besides data parallelism, or with divided `experts`, and the ZeRO stages to try."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0][:_SIZES]  # the smallest
     for size in sizes:
         shape = MeshShape(tensor=size)
@@ -91,12 +106,15 @@ def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
     for size in sizes:
         if size <= _MOST_STAGES:
             yield MeshShape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
+    for size in sizes if experts else ():
+        yield MeshShape(expert=size), _STAGES
 
 
 def asks_for_axes(config: Any) -> bool:
     """Return whether a configuration sets axes besides data parallelism, or is invalid; plans then add no axis."""
     try:
-        return any(axis != "dp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
+        known = DeepSpeedConfig.for_init(config)
+        return known.expert_parallel_size > 1 or any(axis != "dp" for axis, *_ in known.mesh_sizes())
     except DeepSpeedConfigError:
         return True
 
@@ -110,7 +128,8 @@ def unjudged(machine: Machine) -> list[str]:
         lines.append(f"pipeline.stages = {', '.join(map(str, long))}: not judged, to keep the search short")
     if left:
         lines.append(
-            f"tensor_parallel.autotp_size, sequence_parallel_size, zero_optimization.mics_shard_size = "
+            f"tensor_parallel.autotp_size, sequence_parallel_size, zero_optimization.mics_shard_size, "
+            f"expert_parallel.size = "
             f"{', '.join(map(str, left))}: not judged, to keep the search short"
         )
     if len(sizes) > 1:

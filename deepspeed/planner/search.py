@@ -13,9 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.load import load_raw
 from deepspeed.engine.memory.categories import TRANSIT
 from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.moe.structure import find_experts
+from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.planner.fake_world import without_values
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.mesh_options import MeshShape, asks_for_axes, shapes
 from deepspeed.planner.step_time import (
@@ -53,6 +57,7 @@ _UNCUT = (
     "MeshError",
     "DataError",
     "PipelineError",
+    "ExpertParallelError",
 )  # reasons that do not depend on stage and micro-batch
 _LARGEST = 3  # number of micro-batch sizes to compare for pipelines: with larger ones, stages wait longer
 _UPDATES = 2  # simulated updates; the second one allocates the same as all later ones
@@ -191,6 +196,7 @@ class Task:
         config: the user's configuration.
         loss: see `Program`.
         optimizer: see `Program`.
+        expert_load: see `Program`.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -199,6 +205,12 @@ class Task:
     config: dict[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
     optimizer: Any = None
+    expert_load: float = 1.0
+
+    def has_experts(self) -> bool:
+        """Return whether the model has experts that ranks may divide; it is built without values."""
+        with without_values(), Valueless():
+            return any(find_experts(Program(self.model, self.config, None).made_model()))
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
@@ -230,14 +242,15 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
     return plans
 
 
-def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Return plans with one more axis besides data parallelism, for a global batch of `train_batch` samples.
+def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024, experts: bool = False) -> list[TrainingPlan]:
+    """Return plans with one more axis besides data parallelism, or with divided `experts`, for a global batch of
+    `train_batch` samples.
 
     They have a few sizes of each axis and no offload, since each plan needs a simulated run. Micro-batches have at most
     `most_micro` samples.
     """
     plans = []
-    for shape, stages in shapes(machine):
+    for shape, stages in shapes(machine, experts):
         share = train_batch * shape.width // machine.ranks
         # With fewer micro-batches than stages, most stages wait. Size 1 gives enough micro-batches.
         micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
@@ -285,7 +298,8 @@ def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
     if stages > 1:
         steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
-    program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
+    program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES,
+                      task.expert_load)  # fmt: skip
     messages, runs = dict[int, Any](), list[SimulatedRun]()
     for rank in plan.shape.firsts(machine.ranks):
         recording = Recording("plan", rank, machine.ranks)
@@ -379,7 +393,12 @@ def _step_time(
     itemsize, ranks = _itemsize(config), plan.shape.shard_ranks(machine.ranks)
     sliced = plan.shape.tensor > 1 or plan.shape.stages > 1
     parameters = memory.held if sliced else memory.parameters
-    messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
+    ep = DeepSpeedConfig.for_init(config).expert_parallel_size
+    experts = 0.0 if ep == 1 or sliced else (parameters - memory.held) * ep / (ep - 1)  # a rank has 1 / ep of them
+    turns = moves(policy, plan.steps)
+    messages = plan.shape.message_bytes(
+        parameters * itemsize, machine.ranks, *turns, experts * itemsize, 1 if sliced else ep
+    )
     state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
     traffic = 2 * state + 2 * rest.get("gradients", 0)
     moved = 2 * memory.disk  # read and written once per update; parameters are also read in forward and backward
@@ -387,8 +406,8 @@ def _step_time(
     moved += gathered if plan.tier == ALL else 0
     link = 0.0
     if machine.link and plan.tier != ON_DEVICE:  # gradients go to the host, updated values to the device
-        turns = plan.steps if policy.reduces_as_gradients_arrive else 1
-        down = turns * 4 * parameters / len(ranks)
+        reductions = plan.steps if policy.reduces_as_gradients_arrive else 1
+        down = reductions * 4 * parameters / len(ranks)
         up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
         link = max(down, up)
     besides = UpdateTraffic(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
@@ -421,7 +440,8 @@ def search(
     """
     end = time.monotonic() + seconds
     plans = legal_plans(task.train_batch, machine)
-    plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
+    if axes and machine.ranks > 1 and not asks_for_axes(task.config):
+        plans += mesh_plans(task.train_batch, machine, experts=task.has_experts())
     plans = [plan for plan in plans if allowed(plan)]
     # Kinds take turns, so that every kind is tried before the time is over. Small micro-batches first; with another
     # mesh axis large ones first, since no smaller one is tried after the first that fits.

@@ -39,6 +39,7 @@ class Program:
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: as in `deepspeed.initialize`: a callable that creates one from parameters, or None for the JSON's.
         updates: number of updates.
+        expert_load: of a simulated rank, see `moe/simulated.py`.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -47,6 +48,7 @@ class Program:
     loss: Loss | None = None
     optimizer: Any = None
     updates: int = 3
+    expert_load: float = 1.0
 
     def made_model(self) -> nn.Module:
         """Create a model for the run.
