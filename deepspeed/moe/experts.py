@@ -91,7 +91,23 @@ class Experts(nn.Module):
         parts = inputs[row].split(counts)
         out = torch.cat([first_of(run(part)) for run, part in zip(self.deepspeed_experts, parts, strict=True)])
         out = out * weights[row, choice].unsqueeze(-1).to(out.dtype)
-        return out.new_zeros(inputs.shape[0], out.shape[-1]).index_add(0, row, out)
+        return sum_rows(out, row, inputs.shape[0])
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(index)
+        return rows.new_zeros(count, rows.shape[-1]).index_add_(0, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+def sum_rows(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum (P, H) rows with equal index (P,) into (count, H); `index_add` would keep the rows for backward."""
+    return _SumRows.apply(rows, index, count)  # type: ignore[return-value]
 
 
 def first_of(result: Any) -> torch.Tensor:

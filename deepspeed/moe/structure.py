@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ExpertParallelError
-from deepspeed.foundation.equivalence import relative_difference, tolerance
+from deepspeed.foundation.equivalence import largest_value, relative_difference, tolerance
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import describe_error
 from deepspeed.moe.calls import FORMS, Blocks, CallForm, read_call, signature_of
-from deepspeed.moe.experts import Experts
+from deepspeed.moe.experts import Experts, sum_rows
 
 ROWS = 8
 comparison: Replaceable[Callable[[torch.Tensor, torch.Tensor], float]] = Replaceable(relative_difference)
@@ -178,7 +178,7 @@ def run_pairs(
         source = row
     taken = rows if once else rows.index_select(0, source)
     out = structure.forms[0].run(forward, taken, expert_of, weight_of, count)[:pairs]
-    return out if pairs == rows.shape[0] else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
+    return out if pairs == rows.shape[0] else sum_rows(out, row, rows.shape[0])
 
 
 def _padding(index: torch.Tensor, count: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple
         try:
             with torch.no_grad():
                 total, whole = _both(module, structure, params, arguments, ep)
-                if not whole.any():  # of parameters that are 0: any parts would add up
+                if not largest_value(whole):  # of parameters that are 0: any parts would add up
                     total, whole = _both(module, structure, _drawn(params), arguments, ep)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as why:
             reason = describe_error(why)

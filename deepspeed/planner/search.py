@@ -209,8 +209,11 @@ class Task:
 
     def has_experts(self) -> bool:
         """Return whether the model has experts that ranks may divide; it is built without values."""
-        with without_values(), Valueless():
-            return any(find_experts(Program(self.model, self.config, None).made_model()))
+        try:
+            with without_values(), Valueless():
+                return any(find_experts(Program(self.model, self.config, None).made_model()))
+        except Exception:  # the first plan that is judged says why the model cannot be built
+            return False
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:

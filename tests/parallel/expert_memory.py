@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,13 @@ EXPERTS, CHOICES, WIDTH, INNER, LAYERS, ROWS, LENGTH = 8, 2, 64, 96, 2, 4, 96
 
 def forced(ranks: int, busiest: float) -> Callable[[nn.Module, Any, Any], Any]:
     """A hook that replaces a router's choices: the first rank's experts get `busiest` times the mean, all alike."""
-    generator = torch.Generator().manual_seed(1)
-    bias = torch.zeros(EXPERTS)
-    if busiest > 1:  # every choice is one of its experts
-        assert busiest == ranks
-        bias[EXPERTS // ranks :] = -1e9
+    assert busiest in (1, ranks)  # all sets of experts, or all choices are experts of that rank
+    allowed = range(EXPERTS // ranks if busiest > 1 else EXPERTS)
+    sets = torch.tensor(list(itertools.combinations(allowed, CHOICES)))
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         logits, weights, index = output
-        noise = torch.rand(index.shape[0], EXPERTS, generator=generator)
-        return logits, weights, (bias + noise).topk(index.shape[-1], -1).indices.to(index.dtype)
+        return logits, weights, sets[torch.arange(index.shape[0]) % len(sets)].to(index.dtype)
 
     return hook
 

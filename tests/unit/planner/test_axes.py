@@ -16,9 +16,9 @@ from benchmarks.planner import plan_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner import cli
 from deepspeed.planner.machine_benchmark import calibrate
-from deepspeed.planner.mesh_options import MeshShape, unjudged
+from deepspeed.planner.mesh_options import MeshShape, asks_for_axes, unjudged
 from deepspeed.planner.search import WHOLE, Judged, Task, TrainingPlan, judge, legal_plans, mesh_plans, search, table
-from tests.unit.planner.toys import ADAMW, LAYERS, MACHINE, TOKENS, WIDTH, Net, rows
+from tests.unit.planner.toys import ADAMW, LAYERS, MACHINE, TOKENS, WIDTH, FeedExperts, Mixture, Net, rows
 
 
 class Uncut(Net):
@@ -73,6 +73,41 @@ def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: MeshShape) -> N
     found = DeepSpeedConfig(config, world=data, replicas=data * shape.sequence)
     wanted = {"tp": shape.tensor, "sp": shape.sequence, "shard": shape.shard, "pp": shape.stages}
     assert {axis: size for axis, size, _ in found.mesh_sizes()} == {a: size for a, size in wanted.items() if size > 1}
+
+
+def test_models_with_experts_have_plans_that_divide_them() -> None:
+    plans = [plan for plan in mesh_plans(8, MACHINE, experts=True) if plan.shape.expert > 1]
+    assert {plan.shape for plan in plans} == {MeshShape(expert=2), MeshShape(expert=4)}
+    assert not [plan for plan in mesh_plans(8, MACHINE) if plan.shape.expert > 1]
+    assert all(plan.micro * plan.steps * MACHINE.ranks == 8 for plan in plans)  # every rank has samples of its own
+    config = plans[0].config({**ADAMW, "train_batch_size": 8}, "")
+    assert DeepSpeedConfig.for_init(config).expert_parallel_size == plans[0].shape.expert
+    assert plans[0].name.endswith(f"_ep{plans[0].shape.expert}")
+    assert asks_for_axes(config)
+
+
+def test_what_is_no_expert_is_shared_by_all_ranks_and_an_expert_by_those_that_have_it() -> None:
+    """Per gather and reduction: 7 / 8 of 100 bytes, and of the half of 40 that a rank has 3 / 4."""
+    shape = MeshShape(expert=2)
+    assert shape.message_bytes(140, 8, 1, 2, 40, 2) == pytest.approx(3 * (100 * 7 / 8 + 20 * 3 / 4))
+    assert shape.message_bytes(140, 2, 1, 2, 40, 2) == pytest.approx(3 * 100 / 2)  # one rank alone has an expert
+
+
+@pytest.mark.parametrize(("micro", "divided"), [(1, True), (128, False)])
+def test_few_tokens_travel_to_experts_and_many_have_experts_travel_to_them(micro: int, divided: bool) -> None:
+    task = Task(Mixture, rows, micro * MACHINE.ranks, {**ADAMW, "zero_optimization": {"overlap_comm": False}})
+    assert task.has_experts() and not Task(Net, rows, 4, ADAMW).has_experts()
+    plans = [TrainingPlan(3, "none", micro, 1, False, 0, shape) for shape in (MeshShape(), MeshShape(expert=4))]
+    whole, parts = (judge(task, plan, MACHINE) for plan in plans)
+    assert whole.fits and parts.fits, (whole.reason, parts.reason)
+    assert whole.memory is not None and parts.memory is not None and parts.time is not None and whole.time is not None
+    # Rows of three of four ranks' tokens, there and back, in forward and backward; and what is not an expert.
+    tokens, dense = micro * TOKENS, 4 * 3 * (WIDTH + 1) * FeedExperts.num_experts * 3 / 4
+    rows_sent = tokens * WIDTH * 4 * 3 / 4 * 4
+    small = tokens * (4 + 4 + 8) * 3 / 4  # weights, their gradients, numbers of experts
+    assert parts.time.messages == pytest.approx((rows_sent + small + dense) / MACHINE.collective, rel=0.02)
+    assert (parts.seconds < whole.seconds) is divided
+    assert (min((whole, parts), key=lambda judged: judged.worth) is parts) is divided
 
 
 def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:

@@ -44,3 +44,36 @@ class Net(nn.Module):
 
 def rows(count: int) -> torch.Tensor:
     return torch.zeros(count, TOKENS, WIDTH)
+
+
+class FeedExperts(nn.Module):
+    """Eight feed-forward blocks, of which each token chooses one."""
+
+    num_experts = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = type(self).num_experts
+        self.up = nn.Parameter(torch.randn(self.num_experts, 4 * WIDTH, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(self.num_experts, WIDTH, 4 * WIDTH) / 16)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in index.unique().tolist():
+            token, choice = (index == expert).nonzero(as_tuple=True)
+            rows = torch.relu(hidden[token] @ self.up[expert].t()) @ self.down[expert].t()
+            out = out.index_add(0, token, rows * weights[token, choice].unsqueeze(1))
+        return out
+
+
+class Mixture(nn.Module):
+    """A router and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, FeedExperts.num_experts), FeedExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(1, -1)
+        return x + self.experts(tokens, index, weights).view_as(x)
