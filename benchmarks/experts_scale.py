@@ -111,13 +111,15 @@ class KnownCounts(scalars.Scalars):
 def counted(sent: dict[str, int]) -> Generator[None]:
     """Count the bytes of rows that leave the rank, by direction, in place of sending them."""
 
-    def count(axis: Axis, rows: torch.Tensor, table: Any, label: str) -> torch.Tensor:
-        me = axis.rank
-        assert rows.shape[0] == sum(table[me]), label
-        leaving = rows.shape[0] - table[me][me]
-        where = "to_experts" if label.endswith("to experts") else "to_tokens"
-        sent[where] = sent.get(where, 0) + leaving * rows[:1].nbytes
-        return rows.new_zeros(sum(row[me] for row in table), *rows.shape[1:])
+    def count(axis: Axis, parts: Any, table: Any) -> list[torch.Tensor]:
+        me, received = axis.rank, []
+        for label, rows in parts:
+            assert rows.shape[0] == sum(table[me]), label
+            leaving = rows.shape[0] - table[me][me]
+            where = "to_experts" if label.endswith("to experts") else "to_tokens"
+            sent[where] = sent.get(where, 0) + leaving * rows[:1].nbytes
+            received.append(rows.new_zeros(sum(row[me] for row in table), *rows.shape[1:]))
+        return received
 
     with exchange.row_exchange.replaced(count):
         yield
@@ -159,8 +161,7 @@ def _of_rank(
         weights = torch.empty(tokens, shape.choices, dtype=dtype).mul_(1).requires_grad_()
         with counted(forward):
             routing = Routing.of(index, owner, axis, "a layer")
-            rows, of_rows = dispatch(hidden, weights, routing)
-            routing.to_experts(index[routing.sent], "choices")
+            rows, of_rows, _ = dispatch(hidden, weights, index[routing.sent], routing)
             out = combine(rows * of_rows.sum(-1, keepdim=True), routing)
         counts = known.sent
         with counted(backward):
@@ -208,7 +209,6 @@ class Side:
 
 
 PASSES = 3  # forward counts once, backward twice: gradients of inputs and of weights
-SMALL_MESSAGES = 4  # counts, weights, numbers of experts; in backward gradients of weights
 
 
 def side(shape: Shape, machine: Machine, ranks: int, ep: int, spread: float, tokens: int) -> Side:
@@ -231,7 +231,7 @@ def side(shape: Shape, machine: Machine, ranks: int, ep: int, spread: float, tok
     group = tuple(range(ep))
     whole = 2.0 * tokens * shape.hidden * spread * ep / (ep - 1)  # with the rank's own part
     on_link, latency = machine.message("all_to_all", whole, group)
-    return Side(compute, hidden, 4 * (on_link + latency) + SMALL_MESSAGES * latency)
+    return Side(compute, hidden, 4 * (on_link + latency) + latency)  # and the counts
 
 
 def break_even(shape: Shape, machine: Machine, ranks: int, ep: int, spread: float, most: int = 2**22) -> int:
