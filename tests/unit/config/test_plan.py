@@ -67,6 +67,10 @@ def test_axes_of_the_mesh_are_taken_too() -> None:
     Path("ds_plan.json").write_text(json.dumps({**PLAN, "pipeline": {"stages": 2}}))
     staged = DeepSpeedConfig({**OWN, "pipeline": {"schedule": "gpipe"}}, world=2)
     assert (staged.top.pipeline.stages, staged.top.pipeline.schedule) == (2, "gpipe")
+    experts = {"expert_parallel": {"enabled": True, "size": 2}}
+    Path("ds_plan.json").write_text(json.dumps({**PLAN, **experts}))
+    divided = DeepSpeedConfig({**OWN, "expert_parallel": {"balance": "window"}}, world=2)
+    assert (divided.expert_parallel_size, divided.top.expert_parallel.balance) == (2, "window")
     zero = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
     Path("ds_plan.json").write_text(json.dumps({**PLAN, **zero, "train_batch_size": 32}))
     assert DeepSpeedConfig(OWN, world=4).mesh_sizes() == [("shard", 2, "zero_optimization.mics_shard_size")]

@@ -101,9 +101,9 @@ def test_few_tokens_travel_to_experts_and_many_have_experts_travel_to_them(micro
     whole, parts = (judge(task, plan, MACHINE) for plan in plans)
     assert whole.fits and parts.fits, (whole.reason, parts.reason)
     assert whole.memory is not None and parts.memory is not None and parts.time is not None and whole.time is not None
-    # Rows of three of four ranks' tokens, there and back, in forward and backward; and what is not an expert.
+    # Three quarters of the rows, there, back, and their results' gradients there (the input needs none); the router.
     tokens, dense = micro * TOKENS, 4 * 3 * (WIDTH + 1) * FeedExperts.num_experts * 3 / 4
-    rows_sent = tokens * WIDTH * 4 * 3 / 4 * 4
+    rows_sent = 3 * tokens * WIDTH * 4 * 3 / 4
     small = tokens * (4 + 4 + 8) * 3 / 4  # weights, their gradients, numbers of experts
     assert parts.time.messages == pytest.approx((rows_sent + small + dense) / MACHINE.collective, rel=0.02)
     assert (parts.seconds < whole.seconds) is divided
