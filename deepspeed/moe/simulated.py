@@ -21,6 +21,8 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
 from deepspeed.moe import exchange, structure
 
+_SETS = 16_384  # of experts that are drawn; more tokens have the same again
+
 
 @contextlib.contextmanager
 def simulated_experts(load: float = 1.0) -> Generator[None]:
@@ -60,7 +62,7 @@ def _exchange_with_absent(
 
 
 @functools.lru_cache(maxsize=16)
-def draw_choices(tokens: int, k: int, mine: tuple[bool, ...], share: float, slots: int = 0) -> np.ndarray:
+def draw_choices(tokens: int, k: int, is_local: tuple[bool, ...], share: float, slots: int = 0) -> np.ndarray:
     """Draw the experts of tokens.
 
     NumPy draws them, so that nothing of it counts as the run's memory.
@@ -68,25 +70,26 @@ def draw_choices(tokens: int, k: int, mine: tuple[bool, ...], share: float, slot
     Args:
         tokens: number T of tokens.
         k: choices of each.
-        mine: for each expert, whether the simulated rank has it.
+        is_local: for each expert, whether the simulated rank has it.
         share: share of all choices that this rank's experts get; the nearest possible one is taken.
         slots: most tokens of an expert, -1 takes the place of further choices; 0: no limit.
 
     Returns:
         (T, k) int64, different experts in each row.
     """
-    generator, own = np.random.default_rng(0), np.flatnonzero(mine)
-    others = np.flatnonzero(~np.array(mine))
+    generator, own = np.random.default_rng(0), np.flatnonzero(is_local)
+    others = np.flatnonzero(~np.array(is_local))
     bounds = np.cumsum(_own_of_token(len(own), len(others), k, share)) * tokens
     of_token = np.searchsorted(bounds, np.arange(tokens) + 0.5).clip(0, k)  # of each token's choices, those of `own`
     start = np.cumsum(of_token) - of_token
-    at, drawn = np.arange(k), np.empty((tokens, k), np.int64)
+    column, drawn = np.arange(k), np.empty((tokens, k), np.int64)
     if len(own):  # evenly: a rank's experts get as many choices each
-        drawn[:] = own[(start[:, None] + at) % len(own)]
+        drawn[:] = own[(start[:, None] + column) % len(own)]
     if len(others):
-        rest = others[generator.random((tokens, len(others))).argsort(1)[:, :k]]
-        place = np.clip(at - of_token[:, None], 0, max(rest.shape[1] - 1, 0))
-        drawn = np.where(at < of_token[:, None], drawn, np.take_along_axis(rest, place, 1))
+        sets = others[generator.random((min(tokens, _SETS), len(others))).argsort(1)[:, :k]]
+        rest = np.resize(sets, (tokens, sets.shape[1]))
+        place = np.clip(column - of_token[:, None], 0, max(rest.shape[1] - 1, 0))
+        drawn = np.where(column < of_token[:, None], drawn, np.take_along_axis(rest, place, 1))
     if slots:
         drawn[_position_of_expert(drawn) >= slots] = -1
     return drawn
