@@ -250,9 +250,8 @@ static void gated(const GatedMlp& mlp, Activation activation, const float* norme
     multiply(mlp.down, input, out, width, add, threads);
 }
 
-// Experts of a row, ascending, and their weights, from the router's logits, which are overwritten. A NaN is never larger
-// than another logit, so there are always `chosen` experts; their weights are NaN then.
-static void choose(const Experts& experts, float* logits, int64_t* chosen, float* weights) {
+// Experts of a row, ascending, and their weights, from the router's logits. If a logit is NaN, so are all weights.
+static void choose(const Experts& experts, const float* logits, int64_t* chosen, float* weights) {
     const int64_t count = experts.count;
     float largest = -INFINITY, total = 0.0f, taken = 0.0f;
     for (int64_t e = 0; e < count; e++) largest = std::max(largest, logits[e]);
@@ -302,10 +301,10 @@ static void mixture(const Layer& layer, const Pass& pass) {
     for (int64_t e = 0, from = 0; e < count; e++)
         for (const int64_t end = starts[static_cast<size_t>(e)]; from < end;) {
             const int64_t some = std::min(CHUNK, end - from);
-            float *given = sized(buffers[3], some * width), *results = sized(buffers[4], some * width);
+            float *inputs = sized(buffers[3], some * width), *results = sized(buffers[4], some * width);
             for (int64_t i = 0; i < some; i++)
-                std::copy_n(normed + places[static_cast<size_t>(from + i)] / k * width, width, given + i * width);
-            gated(experts.each[e], layer.activation, given, some, results, false, pass.threads);
+                std::copy_n(normed + places[static_cast<size_t>(from + i)] / k * width, width, inputs + i * width);
+            gated(experts.each[e], layer.activation, inputs, some, results, false, pass.threads);
             for (int64_t i = 0; i < some; i++) {
                 const int64_t place = places[static_cast<size_t>(from + i)];
                 add_scaled(pass.x + place / k * width, results + i * width, weights[place], width);
