@@ -162,9 +162,9 @@ def _generate_in_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             "generate() with synced_gpus=False: the experts of this model are divided among ranks, and a rank that "
             "ends earlier would leave the others without its experts; leave synced_gpus out"
         )
-    methods = [type(module).generate for module in model.modules() if hasattr(type(module), "generate")]
-    parameters = [inspect.signature(method).parameters for method in methods]
-    outer = parameters[0] if methods and hasattr(type(model), "generate") else {}  # a wrapper may pass its keywords on
+    methods = [getattr(type(module), "generate", None) for module in model.modules()]
+    parameters = [dict(inspect.signature(method).parameters) if method else {} for method in methods]
+    outer = parameters[0]  # of the model itself: a wrapper may pass its keywords on
     passes = "synced_gpus" in outer or any(entry.kind is entry.VAR_KEYWORD for entry in outer.values())
     if passes and any("synced_gpus" in names for names in parameters):
         kwargs["synced_gpus"] = True

@@ -80,7 +80,8 @@ def try_gated(module: nn.Module) -> None:
     gate_up, down = stacks_of(module)
     if is_managed(gate_up) or is_managed(down):
         raise PackingError(f"{type(module).__name__} has sharded matrices")
-    some, act, kind = min(TRIED, len(gate_up)), module._modules["act_fn"], type(module).__name__
+    act: Any = module._modules["act_fn"]
+    some, kind = min(TRIED, len(gate_up)), type(module).__name__
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * some, gate_up.shape[2], generator=generator).to(gate_up)
     first = torch.arange(2 * some, device=rows.device) % some
@@ -88,12 +89,13 @@ def try_gated(module: nn.Module) -> None:
     weights = (0.25 + torch.rand(index.shape, generator=generator)).to(gate_up)
     for size in SIZES:
         expected = run_gated(
-            rows * size, index, weights, lambda x, e: x @ gate_up[e].T, lambda x, e: x @ down[e].T, act  # type: ignore[arg-type]
+            rows * size, index, weights, lambda x, e: x @ gate_up[e].T, lambda x, e: x @ down[e].T, act
         )  # fmt: skip
         try:
             actual = module(rows * size, index, weights)
         except Exception as error:  # any error of a module with another interface
-            raise PackingError(f"{kind} is called otherwise than with rows, experts, weights: {describe_error(error)}")  # noqa: B904
+            why = f"{kind} is called otherwise than with rows, experts, weights: {describe_error(error)}"
+            raise PackingError(why) from error
         if not isinstance(actual, torch.Tensor):
             raise PackingError(f"{kind} returns a {type(actual).__name__}")
         if not relative_difference(actual, expected) <= tolerance(rows.dtype):

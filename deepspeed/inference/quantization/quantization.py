@@ -203,10 +203,9 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
     head = _head(model)
 
     def form_of(name: str, module: nn.Module | nn.Parameter) -> PackingFormat | None:
-        experts = isinstance(module, nn.Parameter)
-        if not experts and id(module) not in linears | head:
+        if not isinstance(module, nn.Parameter) and id(module) not in linears | head:
             return None
-        inputs = module.shape[-1] if experts else matrix_of(module).shape[1]
+        inputs = module.shape[-1] if isinstance(module, nn.Parameter) else matrix_of(module).shape[1]
         if id(module) in head:
             return PackingFormat(8, 0, 1, symmetric=True)
         if num_bits == 8:
