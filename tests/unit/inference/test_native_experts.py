@@ -139,6 +139,7 @@ def logits_of(generator: Generator, prompt: list[int]) -> torch.Tensor:
     return executor.run(batch)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["Mixtral", pytest.param("Qwen2Moe", marks=pytest.mark.slow)])
 def test_integers_are_their_values(family: str, bits: int) -> None:
