@@ -24,6 +24,7 @@ from deepspeed.inference.quantization.quantization import apply_section, quantiz
 from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
+from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.tensor_parallel.init import tp_model_init
 
 # Supported arguments of a call or generation config, and those without effect on greedy generation.
@@ -368,7 +369,9 @@ class NativeGenerate:
             warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
             return None
         why = "it has no generate"
-        if callable(getattr(model, "generate", None)):
+        if is_divided(model):
+            why = "its experts are divided among ranks"
+        elif callable(getattr(model, "generate", None)):
             generator = Generator(model, prefix_cache=False, lossless_weights=lossless)
             executor = generator._executor
             if isinstance(executor, FusedExecutor):

@@ -9,6 +9,7 @@ forward sends tokens to their experts (`exchange.py`) and runs the module's own 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from deepspeed.moe.calls import read_call, values_of
 from deepspeed.moe.exchange import Routing, combine, dispatch, expert_choices
 from deepspeed.moe.structure import ExpertStructure, RemoteExpert, counting, find_experts, run_pairs, tried
 from deepspeed.tensor_parallel.layers import cut_tensor
+from deepspeed.tensor_parallel.parallelize import guard
 from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.api.tensor_access import join_slices
 from deepspeed.zero.layout.placement import Relation, place, placement_of
@@ -147,9 +149,26 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             set_local_count(wrapper, location.count, location.local_count)
         _shard_again(name, born_sharded, mesh)
     advise(model, {name: module for name, module, _ in modules})
+    guard(model, "generate", _generate_in_step)
     count = modules[0][2].count
     log_rank0(f"experts of {len(modules)} layers are divided among {ep} ranks: {count // ep} of {count} each")
     return [name for name, *_ in modules]
+
+
+def _generate_in_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make a rank whose sequences have ended run on, without tokens of its own, until those of all ranks have ended:
+    the other ranks need its experts."""
+    if kwargs.get("synced_gpus") is False:
+        raise UsageError(
+            "generate() with synced_gpus=False: the experts of this model are divided among ranks, and a rank that "
+            "ends earlier would leave the others without its experts; leave synced_gpus out"
+        )
+    methods = [getattr(type(module), "generate", None) for module in model.modules()]
+    parameters = [dict(inspect.signature(method).parameters) if method else {} for method in methods]
+    outer = parameters[0]  # of the model itself: a wrapper may pass its keywords on
+    passes = "synced_gpus" in outer or any(entry.kind is entry.VAR_KEYWORD for entry in outer.values())
+    if passes and any("synced_gpus" in names for names in parameters):
+        kwargs["synced_gpus"] = True
 
 
 def _kind_of(module: nn.Module, structure: ExpertStructure) -> Any:

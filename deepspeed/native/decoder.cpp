@@ -18,13 +18,30 @@ struct Norm {
     const void* bias;    // or null
     Kind kind;
     int32_t centred;  // subtract the mean, as LayerNorm does
+    int32_t joint;    // of queries or keys: over all heads together
     float eps;
+};
+
+// Gated feed-forward network, or one expert. Mirrored by `GatedMlp` in deepspeed/inference/executors/native_tensors.py.
+struct GatedMlp {
+    Matrix gate, up, down;  // without weights in a layer that has only experts
+};
+
+// Mirrored by `Experts` in deepspeed/inference/executors/native_tensors.py.
+struct Experts {
+    Matrix router;         // [count, width]
+    Matrix shared_gate;    // [1, width]: logit of the weight of the layer's own `mlp`, which all rows use
+    const GatedMlp* each;  // [count]
+    int64_t count, chosen;  // count 0: the layer has no experts
+    int32_t normalized;     // the weights of a row's experts add up to 1
 };
 
 // Mirrored by `Layer` in deepspeed/inference/executors/native_tensors.py.
 struct Layer {
     Norm before, after, query, key;
-    Matrix q, k, v, out, gate, up, down;
+    Matrix q, k, v, out;
+    GatedMlp mlp;
+    Experts experts;
     Heads heads;
     Activation activation;
 };
@@ -168,10 +185,12 @@ DS_INLINE void place_span(const Layer& layer, const Pass& pass, const int64_t* s
     for (int64_t r = 0; r < span[1]; r++) {
         const int64_t position = span[2] + r, at = slot(pass, pass.pages + span[3], position);
         float* row = qkv + (span[0] + r) * stride;
+        if (layer.query.joint) norm_row(layer.query, row, row, h.count * h.size);
+        if (layer.key.joint) norm_row(layer.key, row + h.count * h.size, row + h.count * h.size, h.cached * h.size);
         for (int64_t head = 0; head < h.count + h.cached; head++) {
             const Norm& norm = head < h.count ? layer.query : layer.key;
             float* one = row + head * h.size;
-            if (norm.weight) norm_row(norm, one, one, h.size);
+            if (norm.weight && !norm.joint) norm_row(norm, one, one, h.size);
             rotate(one, pass.cosines + position * h.rotary, pass.sines + position * h.rotary, h.rotary);
         }
         store(row + h.count * h.size, h.keys, h.kind, at * h.cached * h.size, h.cached * h.size);
@@ -215,22 +234,104 @@ static void attention_part(const Layer& layer, const Pass& pass) {
     multiply(layer.out, input, pass.x, width, true, pass.threads);
 }
 
-static void feed_forward(const Layer& layer, const Pass& pass) {
-    static thread_local std::vector<float> buffers[3];
+// out[row] = the network's output, added to `out` if `add`. `rows` are at most CHUNK.
+static void gated(const GatedMlp& mlp, Activation activation, const float* normed, int64_t rows, float* out, bool add,
+                  int threads) {
+    static thread_local std::vector<float> buffers[2];
     static thread_local Input input;
-    const int64_t width = layer.gate.inputs, inner = layer.gate.outputs;
+    const int64_t width = mlp.gate.inputs, inner = mlp.gate.outputs;
+    float *gate = sized(buffers[0], rows * inner), *up = sized(buffers[1], rows * inner);
+    input.prepare(normed, rows, width, mlp.gate.form);
+    multiply(mlp.gate, input, gate, inner, false, threads);
+    if (mlp.up.form != mlp.gate.form) input.prepare(normed, rows, width, mlp.up.form);
+    multiply(mlp.up, input, up, inner, false, threads);
+    between().activate(activation, gate, up, rows * inner);
+    input.prepare(gate, rows, inner, mlp.down.form);
+    multiply(mlp.down, input, out, width, add, threads);
+}
+
+// Experts of a row, ascending, and their weights, from the router's logits. If a logit is NaN, so are all weights.
+static void choose(const Experts& experts, const float* logits, int64_t* chosen, float* weights) {
+    const int64_t count = experts.count;
+    float largest = -INFINITY, total = 0.0f, taken = 0.0f;
+    for (int64_t e = 0; e < count; e++) largest = std::max(largest, logits[e]);
+    for (int64_t e = 0; e < count; e++) total += exponential(logits[e] - largest);
+    static thread_local std::vector<char> used;
+    used.assign(static_cast<size_t>(count), 0);
+    for (int64_t k = 0; k < experts.chosen; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < count; e++)
+            if (!used[static_cast<size_t>(e)] && (best < 0 || logits[e] > logits[best])) best = e;
+        used[static_cast<size_t>(best)] = 1;
+        taken += exponential(logits[best] - largest);
+    }
+    for (int64_t e = 0, k = 0; e < count; e++) {
+        if (!used[static_cast<size_t>(e)]) continue;
+        chosen[k] = e;
+        weights[k++] = exponential(logits[e] - largest) / (experts.normalized ? taken : total);
+    }
+}
+
+static void add_scaled(float* x, const float* values, float factor, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[i] += factor * values[i];
+}
+
+// Rows are sorted by expert; each expert that has rows is multiplied with them once. A row's results are added in the
+// order of experts, so its bits do not depend on other rows.
+static void mixture(const Layer& layer, const Pass& pass) {
+    static thread_local std::vector<float> buffers[5];
+    static thread_local std::vector<int64_t> chosen, starts, places;
+    static thread_local Input input;
+    const Experts& experts = layer.experts;
+    const int64_t rows = pass.rows, width = experts.router.inputs, count = experts.count, k = experts.chosen;
+    float* normed = sized(buffers[0], rows * width);
+    float* logits = sized(buffers[1], rows * count);
+    float* weights = sized(buffers[2], rows * k);
+    between().norm(layer.after, pass.x, normed, rows, width);
+    input.prepare(normed, rows, width, experts.router.form);
+    multiply(experts.router, input, logits, count, false, pass.threads);
+    chosen.resize(static_cast<size_t>(rows * k)), places.resize(static_cast<size_t>(rows * k));
+    for (int64_t row = 0; row < rows; row++)
+        choose(experts, logits + row * count, chosen.data() + row * k, weights + row * k);
+    starts.assign(static_cast<size_t>(count + 1), 0);  // where each expert's rows end, while they are placed
+    for (int64_t expert : chosen) starts[static_cast<size_t>(expert) + 1]++;
+    for (int64_t e = 0; e < count; e++) starts[static_cast<size_t>(e) + 1] += starts[static_cast<size_t>(e)];
+    for (int64_t i = 0; i < rows * k; i++)
+        places[static_cast<size_t>(starts[static_cast<size_t>(chosen[static_cast<size_t>(i)])]++)] = i;
+    for (int64_t e = 0, from = 0; e < count; e++)
+        for (const int64_t end = starts[static_cast<size_t>(e)]; from < end;) {
+            const int64_t some = std::min(CHUNK, end - from);
+            float *inputs = sized(buffers[3], some * width), *results = sized(buffers[4], some * width);
+            for (int64_t i = 0; i < some; i++)
+                std::copy_n(normed + places[static_cast<size_t>(from + i)] / k * width, width, inputs + i * width);
+            gated(experts.each[e], layer.activation, inputs, some, results, false, pass.threads);
+            for (int64_t i = 0; i < some; i++) {
+                const int64_t place = places[static_cast<size_t>(from + i)];
+                add_scaled(pass.x + place / k * width, results + i * width, weights[place], width);
+            }
+            from += some;
+        }
+    if (!layer.mlp.gate.weights) return;
+    for (int64_t row = 0; row < rows; row += CHUNK) {
+        const int64_t some = std::min(CHUNK, rows - row);
+        float *results = sized(buffers[4], some * width), *shares = sized(buffers[2], some);
+        gated(layer.mlp, layer.activation, normed + row * width, some, results, false, pass.threads);
+        input.prepare(normed + row * width, some, width, experts.shared_gate.form);
+        multiply(experts.shared_gate, input, shares, 1, false, pass.threads);
+        for (int64_t i = 0; i < some; i++)
+            add_scaled(pass.x + (row + i) * width, results + i * width, logistic(shares[i]), width);
+    }
+}
+
+static void feed_forward(const Layer& layer, const Pass& pass) {
+    static thread_local std::vector<float> buffer;
+    if (layer.experts.count) return mixture(layer, pass);
+    const int64_t width = layer.mlp.gate.inputs;
     for (int64_t row = 0; row < pass.rows; row += CHUNK) {
         const int64_t rows = std::min(CHUNK, pass.rows - row);
-        float* normed = sized(buffers[0], rows * width);
-        float *gate = sized(buffers[1], rows * inner), *up = sized(buffers[2], rows * inner);
-        between().norm(layer.after, pass.x + row * width, normed, rows, width);
-        input.prepare(normed, rows, width, layer.gate.form);
-        multiply(layer.gate, input, gate, inner, false, pass.threads);
-        if (layer.up.form != layer.gate.form) input.prepare(normed, rows, width, layer.up.form);
-        multiply(layer.up, input, up, inner, false, pass.threads);
-        between().activate(layer.activation, gate, up, rows * inner);
-        input.prepare(gate, rows, inner, layer.down.form);
-        multiply(layer.down, input, pass.x + row * width, width, true, pass.threads);
+        float *normed = sized(buffer, rows * width), *x = pass.x + row * width;
+        between().norm(layer.after, x, normed, rows, width);
+        gated(layer.mlp, layer.activation, normed, rows, x, true, pass.threads);
     }
 }
 

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
+from deepspeed.inference.executors.native_experts import clear_rows, experts_of, is_mixture, routing_of
 from deepspeed.inference.executors.native_tensors import (
     GROUP,
+    GatedMlp,
     Heads,
     Layer,
     Matrix,
@@ -51,10 +53,16 @@ FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
 # Joined matrix for these matrices, in this order of rows.
 JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
 FUNCTIONS = ("act_fn", "activation_fn")
+SHARED = ("shared_expert", "shared_expert_gate")
 # In the order of `Activation` in decoder.cpp.
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu,
 )  # fmt: skip
+
+
+def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of separate matrices, or of the joined one."""
+    return (JOINED[names],) if JOINED[names] in owner._modules else names
 
 
 @dataclass
@@ -78,7 +86,8 @@ class Structure:
     head: Matrix
     table: Matrix | None = None  # the embedding, if its rows can be read natively
     kind: int = 0  # dtype code of a packed table's rows
-    uneven: list[nn.Module] = field(default_factory=list)  # joined matrices with parts at uneven rows
+    uneven: list[nn.Module] = field(default_factory=list)  # modules with parts of matrices at uneven rows
+    experts: list[Any] = field(default_factory=list)  # arrays to which entries of `layers` point
     seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
     # Weights among these values, and their addresses.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
@@ -103,6 +112,7 @@ class Reader:
         self.model = model
         self.seen: dict[int, dict[str, Any]] = {}
         self.uneven: list[nn.Module] = []
+        self.experts: list[Any] = []
 
     def read(self) -> Structure:
         """Return the parts of the model.
@@ -143,6 +153,7 @@ class Reader:
             table,
             kind,
             self.uneven,
+            self.experts,
             seen,
             tensors,
         )
@@ -185,23 +196,60 @@ class Reader:
 
     def _block(self, block: Any, layer: Any) -> None:
         self._only(block, LAYER)
-        attention, mlp = block.self_attn, block.mlp
-        # Separate matrices, or the joined one.
-        projections, inner = (
-            (JOINED[names],) if JOINED[names] in owner._modules else names
-            for owner, names in ((attention, ATTENTION_MATRICES), (mlp, FEED_FORWARD_MATRICES))
-        )
-        own = self._only(attention, {*projections, "o_proj"}, frozenset({"q_norm", "k_norm"}))
-        function = next((name for name in FUNCTIONS if name in mlp._modules), FUNCTIONS[0])
-        acts = self._only(mlp, {*inner, "down_proj", function})[function]
         layer.before, layer.after = self._norm(block, "input_layernorm"), self._norm(block, "post_attention_layernorm")
-        for name, kind in (("query", "q_norm"), ("key", "k_norm")):
+        self._attention(block.self_attn, layer)
+        if is_mixture(block.mlp):
+            layer.activation = self._mixture(block.mlp, layer)
+        else:
+            layer.mlp, layer.activation = self._gated(block.mlp)
+
+    def _attention(self, attention: Any, layer: Any) -> None:
+        if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
+            raise PackingError("its queries, keys and values are clipped")
+        names = _stored(attention, ATTENTION_MATRICES)
+        own = self._only(attention, {*names, "o_proj"}, frozenset({"q_norm", "k_norm"}))
+        layer.out = self._matrix(attention, "o_proj")
+        layer.q, layer.k, layer.v = self._matrices(attention, names, 3, layer.out.inputs)
+        for name, kind, matrix in (("query", "q_norm", layer.q), ("key", "k_norm", layer.k)):
             if kind in own:
-                setattr(layer, name, self._norm(attention, kind))
-        layer.out, layer.down = self._matrix(attention, "o_proj"), self._matrix(mlp, "down_proj")
-        layer.q, layer.k, layer.v = self._matrices(attention, projections, 3, layer.out.inputs)
-        layer.gate, layer.up = self._matrices(mlp, inner, 2, layer.down.inputs)
-        layer.activation = self._activation(acts)
+                norm = self._norm(attention, kind)
+                norm.joint = own[kind].weight.numel() == matrix.outputs  # else of each head
+                setattr(layer, name, norm)
+
+    def _gated(self, mlp: Any) -> tuple[GatedMlp, int]:
+        """Return a gated feed-forward network and its activation."""
+        names = _stored(mlp, FEED_FORWARD_MATRICES)
+        function = next((name for name in FUNCTIONS if name in mlp._modules), FUNCTIONS[0])
+        activation = self._activation(self._only(mlp, {*names, "down_proj", function})[function])
+        down = self._matrix(mlp, "down_proj")
+        gate, up = self._matrices(mlp, names, 2, down.inputs)
+        return GatedMlp(gate, up, down), activation
+
+    def _mixture(self, mlp: Any, layer: Any) -> int:
+        """Describe a router, its experts, and an expert of all rows if there is one; return their activation."""
+        own = self._only(mlp, {"gate", "experts"}, frozenset(SHARED))
+        router, experts = own["gate"], own["experts"]
+        for module in (router, experts, *(child for child in experts.children() if child is not experts.act_fn)):
+            self._see(module._modules)
+            self._weight(module)
+        weight, layer.experts.chosen, layer.experts.normalized = routing_of(router)
+        matrix = matrix_of(weight)
+        if isinstance(matrix, str):
+            raise PackingError(f"its router: {matrix}")
+        each, even = experts_of(experts, len(weight))
+        if not even:
+            self.uneven.append(experts)
+        layer.experts.router, layer.experts.each, layer.experts.count = matrix, each, len(weight)
+        self.experts.append(each)
+        activation = self._activation(experts.act_fn)
+        if len(own) > 2:
+            if set(own) != {"gate", "experts", *SHARED}:
+                raise PackingError("its shared expert has no gate")
+            layer.mlp, other = self._gated(own["shared_expert"])
+            layer.experts.shared_gate = self._matrix(mlp, "shared_expert_gate")
+            if other != activation or layer.experts.shared_gate.outputs != 1:
+                raise PackingError("its shared expert has another activation or gate than the native one")
+        return activation
 
     def _matrices(self, owner: nn.Module, names: tuple[str, ...], count: int, first: int) -> list[Matrix]:
         """Return `count` matrices, which are stored separately or fused in one.
@@ -516,6 +564,11 @@ def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
             before, right = of_layer[part - 1], of_layer[part]
             x = before.clone()
             executor.layers(batch, x, layer, 1, part)
+            if part == FEED_FORWARD:
+                clear = clear_rows(blocks[layer], before)
+                if 4 * len(clear) < len(before):
+                    return f"the router of layer {layer} decides by less than a rounding"
+                x, right, before = x[clear], right[clear], before[clear]
             error, change = float((x - right).norm()), float((right - before).norm())
             if not error <= share * change + rounding * float(right.norm()):
                 stream = f"changes the stream by {change:.3g}, the native one is {error:.3g} off"

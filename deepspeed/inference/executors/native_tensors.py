@@ -53,7 +53,7 @@ class Norm(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_int32) for name in ("kind", "centred")),
+        *((name, ctypes.c_int32) for name in ("kind", "centred", "joint")),
         ("eps", ctypes.c_float),
     ]
 
@@ -69,12 +69,31 @@ class Heads(ctypes.Structure):
     ]
 
 
+class GatedMlp(ctypes.Structure):
+    """ctypes mirror of `GatedMlp` in decoder.cpp."""
+
+    _fields_ = [(name, Matrix) for name in ("gate", "up", "down")]
+
+
+class Experts(ctypes.Structure):
+    """ctypes mirror of `Experts` in decoder.cpp."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("router", "shared_gate")),
+        ("each", ctypes.POINTER(GatedMlp)),
+        *((name, ctypes.c_int64) for name in ("count", "chosen")),
+        ("normalized", ctypes.c_int32),
+    ]
+
+
 class Layer(ctypes.Structure):
     """ctypes mirror of `Layer` in decoder.cpp: a decoder layer."""
 
     _fields_ = [
         *((name, Norm) for name in ("before", "after", "query", "key")),
-        *((name, Matrix) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+        *((name, Matrix) for name in ("q", "k", "v", "out")),
+        ("mlp", GatedMlp),
+        ("experts", Experts),
         ("heads", Heads),
         ("activation", ctypes.c_int32),
     ]

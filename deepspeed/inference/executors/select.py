@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from deepspeed.errors import PackingError
+from deepspeed.errors import NotAvailableError, PackingError
 from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
@@ -23,6 +23,7 @@ from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleStat
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.native import library
 
 PROBE_PAGE = 2
@@ -205,7 +206,16 @@ def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) 
     Each candidate runs ten tokens of three sequences, with chunked prompts, rows of different sequences and unordered
     pages. The first one with the model's own logits is selected. `fused=False` excludes the native form; `packed` packs
     the bf16 matrices of a model with native form, without loss.
+
+    Raises:
+        NotAvailableError: the model's experts are divided among ranks.
     """
+    if is_divided(model):
+        raise NotAvailableError(
+            f"the experts of {type(model).__name__} are divided among ranks (expert_parallel), which exchange tokens "
+            "in every pass, and requests arrive at each rank by themselves: call generate() of the engine or module "
+            "on all ranks together, or make the Generator of a whole model (save_16bit_model writes one)"
+        )
     executor, why = _chosen(model, fused)
     if isinstance(executor, FusedExecutor):
         with exclusive_pass(model):

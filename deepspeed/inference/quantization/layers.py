@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,40 +55,49 @@ class PackedEmbedding(nn.Module):
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
-class _Whole(nn.Module):
-    """Mixin for layers in 12 bits; their `state_dict` has the unpacked matrix."""
+class Whole(nn.Module):
+    """Mixin for modules in 12 bits; their `state_dict` has the unpacked matrices."""
 
     packed: Any
 
+    def matrices(self) -> Iterator[tuple[str, LosslessWeight, torch.Size]]:
+        """Yield (name, packed matrix, shape) of the tensors that a `state_dict` has instead of packed parts."""
+        yield "weight", self.packed, self.packed.shape
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.packed.dense_shared()
+        for name, packed, shape in self.matrices():
+            matrix = packed.dense_shared()
+            destination[f"{prefix}{name}"] = matrix if matrix.shape == shape else matrix.view(shape)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(  # type: ignore[override]
         self, state: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], strange: list[str], errors: Any
     ) -> None:
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, strange, errors)
-        name = f"{prefix}weight"
-        value = state.get(name)
-        if value is None:
-            missing.append(name)
-        elif value.shape != self.packed.shape:
-            errors.append(f"size mismatch for {name}: {tuple(value.shape)} there, {tuple(self.packed.shape)} here")
-        else:
-            strange[:] = [other for other in strange if other != name]
-            value = value.detach().cpu()
-            halves = value.to(torch.bfloat16)
-            if self.packed.dtype == torch.bfloat16 or torch.equal(halves.to(value.dtype), value):
-                self.packed.pack(halves, Room())
-            else:  # a whole matrix of that dtype would keep them
-                errors.append(f"{name} is packed in bf16, which does not hold the values of {value.dtype} given for it")
+        for key, packed, shape in self.matrices():
+            name = f"{prefix}{key}"
+            value = state.get(name)
+            if value is None:
+                missing.append(name)
+            elif value.shape != shape:
+                errors.append(f"size mismatch for {name}: {tuple(value.shape)} there, {tuple(shape)} here")
+            else:
+                strange[:] = [other for other in strange if other != name]
+                value = value.detach().cpu().view(packed.shape)
+                halves = value.to(torch.bfloat16)
+                if packed.dtype == torch.bfloat16 or torch.equal(halves.to(value.dtype), value):
+                    packed.pack(halves, Room())
+                else:  # a whole matrix of that dtype would keep them
+                    errors.append(
+                        f"{name} is packed in bf16, which does not hold the values of {value.dtype} given for it"
+                    )
 
 
-class LosslessLinear(_Whole, PackedLinear):
+class LosslessLinear(Whole, PackedLinear):
     """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits; its results do not change."""
 
 
-class LosslessEmbedding(_Whole, PackedEmbedding):
+class LosslessEmbedding(Whole, PackedEmbedding):
     """Embedding with a bf16 table [entries, width] packed in 12 bits; its results do not change."""
 
 

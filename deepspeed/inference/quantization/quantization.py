@@ -11,6 +11,8 @@ from torch import nn
 from deepspeed.compression.export import packable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, PackingError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.inference.quantization import experts as stacked
+from deepspeed.inference.quantization.experts import PackedExperts, pack_integers, packable_experts
 from deepspeed.inference.quantization.layers import (
     PackedEmbedding,
     PackedLinear,
@@ -23,16 +25,16 @@ from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.zero.parameters.parameter import is_managed
 
+FormOf = Callable[[str, nn.Module | nn.Parameter], PackingFormat | None]
 _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
-def quantize(
-    model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
-) -> int:
+def quantize(model: nn.Module, form_of: FormOf, dtype: torch.dtype | None = None) -> int:
     """Pack layers of a model in place; layers with a shared matrix share its packed form. Returns the number of layers.
 
     Args:
-        form_of: maps name and layer (Linear, Embedding or `Conv1D`) to a format; None leaves the layer unchanged.
+        form_of: maps name and layer (Linear, Embedding or `Conv1D`), or name and parameter of stacked experts, to a
+            format; None leaves it unchanged.
         dtype: dtype of the products; None: that of the weights.
 
     Raises:
@@ -52,6 +54,10 @@ def quantize(
             except ArgumentError as error:
                 raise ArgumentError(f"'{name}' cannot be packed: {error}") from None
         layers[id(module)] = packed_layer(module, shared[id(weight)]).train(module.training)
+    for name, experts in packable_experts(model):
+        forms = [form_of(f"{name}.{key}", experts.get_parameter(key)) for key in stacked.NAMES]
+        if all(form is not None and form.axis == 2 for form in forms):
+            layers[id(experts)] = pack_integers(experts, forms, dtype).train(experts.training)  # type: ignore[arg-type]
     for owner in list(model.modules()):
         for name, child in owner.named_children():
             if id(child) in layers:
@@ -89,7 +95,8 @@ def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
 
 
 def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
-    """Pack the bf16 matrices of Linear and Embedding layers in 12 bits per element, in place, without loss.
+    """Pack the bf16 matrices of Linear and Embedding layers and of experts in 12 bits per element, in place, without
+    loss.
 
     Matrices are packed one at a time, the smallest first, so that freed memory makes room for the largest. Layers with
     a shared matrix share its packed form. A matrix that cannot be packed stays as it is; the reason is logged.
@@ -100,7 +107,7 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
         whole: layers to leave unpacked. Layers with hooks are never packed.
 
     Returns:
-        Number of packed matrices.
+        Number of packed matrices; the experts of a layer count as one.
     """
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
@@ -114,6 +121,15 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
             after += _pack_layers(model, names, room)
         except PackingError as error:
             refused.append(f"'{names[0]}' stays whole: {error}")
+        else:
+            before, count = before + size, count + 1
+    for name in [name for name, module in packable_experts(model) if module not in whole]:
+        experts = model.get_submodule(name)
+        size = sum(param.nbytes for param in experts.parameters())
+        try:
+            after += _pack_experts(model, name, room)
+        except PackingError as error:
+            refused.append(f"'{name}' stays whole: {error}")
         else:
             before, count = before + size, count + 1
     if count:
@@ -153,11 +169,20 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
     return packed.nbytes
 
 
+def _pack_experts(model: nn.Module, name: str, room: Room) -> int:
+    """Pack the experts of one layer; returns their bytes."""
+    experts = model.get_submodule(name)
+    packed = stacked.pack_lossless(experts, room)
+    home, _, last = name.rpartition(".")
+    setattr(model.get_submodule(home), last, packed.train(experts.training))
+    return sum(part.nbytes for _, part, _ in packed.matrices())
+
+
 # -- as integers -------------------------------------------------------------------------------------------------------
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Pack the linear layers, in place; the head and a tied embedding always get 8 bits.
+    """Pack the linear layers and stacked experts, in place; the head and a tied embedding always get 8 bits.
 
     Args:
         num_bits: 8 (symmetric), or 4 (asymmetric, with one scale per 32 inputs, or per 16, 8, 4 or 2 if 32 does not
@@ -177,10 +202,10 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
     linears |= {id(module) for module in model.modules() if is_transposed(module)}
     head = _head(model)
 
-    def form_of(name: str, module: nn.Module) -> PackingFormat | None:
-        if id(module) not in linears | head:
+    def form_of(name: str, module: nn.Module | nn.Parameter) -> PackingFormat | None:
+        if not isinstance(module, nn.Parameter) and id(module) not in linears | head:
             return None
-        inputs = matrix_of(module).shape[1]
+        inputs = module.shape[-1] if isinstance(module, nn.Parameter) else matrix_of(module).shape[1]
         if id(module) in head:
             return PackingFormat(8, 0, 1, symmetric=True)
         if num_bits == 8:
@@ -194,9 +219,10 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
 def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int | None]) -> None:
     """Raise if a packed layer would get another number of bits, which would round its values twice."""
     for name, module in model.named_modules():
-        if not isinstance(module, PackedLinear | PackedEmbedding):
+        if not isinstance(module, PackedLinear | PackedEmbedding | PackedExperts):
             continue
-        bits, held = bits_of(name, module), module.packed.form.num_bits
+        packed: Any = module.down if isinstance(module, PackedExperts) else module.packed
+        bits, held = bits_of(name, module), packed.form.num_bits
         if bits not in (None, held):
             raise ArgumentError(
                 f"'{name}' is packed in {held} bits already, as its folder or an earlier call made it, and {bits} are "
@@ -262,7 +288,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
             raise type(error)(f"weight_quantization: {key!r}: {error}") from None
     used: set[str] = set()
 
-    def form_of(name: str, module: nn.Module) -> PackingFormat | None:
+    def form_of(name: str, module: nn.Module | nn.Parameter) -> PackingFormat | None:
         keys = [key for key in forms if key in name]
         if len(keys) > 1:
             raise DeepSpeedConfigError(f"weight_quantization: '{name}' is named by {keys}: make them exclusive")

@@ -98,6 +98,30 @@ def phi3(**sizes: Any) -> Any:
     return scale(Phi3ForCausalLM(Phi3Config(**{**given, **sizes})))
 
 
+MIXTURES = {  # sizes of experts under the names that their configs have
+    "Mixtral": {"intermediate_size": 48, "num_local_experts": 8},
+    "Qwen3Moe": {"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 16},
+    "Qwen2Moe": {
+        "intermediate_size": 96, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 8,
+    },
+    "Olmoe": {"intermediate_size": 48, "num_experts": 8},
+}  # fmt: skip
+
+
+def mixture(family: str = "Mixtral", **sizes: Any) -> Any:
+    """Eight experts in each layer, two of them for each token."""
+    import transformers
+
+    given = {
+        "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "num_experts_per_tok": 2,
+        **MIXTURES[family],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**given, **sizes})
+    return scale(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
 def gpt_neo(**sizes: Any) -> Any:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 

@@ -1,0 +1,165 @@
+"""Gated experts whose matrices are stacked along dim 0: recognition by structure, and their packed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import PackingError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
+from deepspeed.foundation.log import describe_error
+from deepspeed.inference.quantization.layers import Whole
+from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
+from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.parameters.parameter import is_managed
+
+NAMES = ("gate_up_proj", "down_proj")  # [experts, 2 · inner, width] and [experts, width, inner]
+TRIED = 3  # experts that a trial runs
+SIZES = (1.0, 1000.0)  # of a trial's rows: large ones reveal limits on values
+Product = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def run_gated(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Product,
+    down: Product,
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute the weighted sum of each row's experts.
+
+    Args:
+        rows: [rows, width].
+        index: [rows, k], experts of each row.
+        weights: [rows, k].
+        gate_up: product of rows with the joined matrix of one expert.
+        down: product of rows with the second matrix of one expert.
+        act: activation function of the gate.
+    """
+    out = torch.zeros_like(rows)
+    for expert in index.unique().tolist():
+        row, place = torch.where(index == expert)
+        gate, up = gate_up(rows[row], expert).chunk(2, dim=-1)
+        part = down(act(gate) * up, expert) * weights[row, place, None]
+        out.index_add_(0, row, part.to(out.dtype))
+    return out
+
+
+def stacks_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stacked matrices of a module of experts; raise `PackingError` if it has others or further parts.
+
+    Its forward is not run: see `try_gated`.
+    """
+    kind, params = type(module).__name__, module._parameters
+    if set(params) != set(NAMES) or set(module._modules) != {"act_fn"} or module._buffers:
+        raise PackingError(f"{kind} has other parts than {', '.join(NAMES)} and act_fn")
+    gate_up, down = (params[name] for name in NAMES)
+    if gate_up is None or down is None or gate_up.dim() != 3 or gate_up.dtype != down.dtype:
+        raise PackingError(f"{kind} has matrices that are not stacked")
+    if placement_of(gate_up).ep > 1:
+        raise PackingError(f"{kind} has some of the experts: the others are on other ranks")
+    experts, joined, width = gate_up.shape
+    if (
+        joined % 2
+        or down.shape != (experts, width, joined // 2)
+        or not (gate_up.is_contiguous() and down.is_contiguous())
+    ):
+        raise PackingError(f"{kind} has matrices {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    return gate_up, down
+
+
+@torch.no_grad()
+def try_gated(module: nn.Module) -> None:
+    """Compare the forward of a module with `stacks_of` with `run_gated` on random rows; raise `PackingError` if they
+    differ."""
+    gate_up, down = stacks_of(module)
+    if is_managed(gate_up) or is_managed(down):
+        raise PackingError(f"{type(module).__name__} has sharded matrices")
+    act: Any = module._modules["act_fn"]
+    some, kind = min(TRIED, len(gate_up)), type(module).__name__
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2 * some, gate_up.shape[2], generator=generator).to(gate_up)
+    first = torch.arange(2 * some, device=rows.device) % some
+    index = torch.stack([first, (first + 1) % some], 1) if some > 1 else first[:, None]
+    weights = (0.25 + torch.rand(index.shape, generator=generator)).to(gate_up)
+    for size in SIZES:
+        expected = run_gated(
+            rows * size, index, weights, lambda x, e: x @ gate_up[e].T, lambda x, e: x @ down[e].T, act
+        )  # fmt: skip
+        try:
+            actual = module(rows * size, index, weights)
+        except Exception as error:  # any error of a module with another interface
+            why = f"{kind} is called otherwise than with rows, experts, weights: {describe_error(error)}"
+            raise PackingError(why) from error
+        if not isinstance(actual, torch.Tensor):
+            raise PackingError(f"{kind} returns a {type(actual).__name__}")
+        if not relative_difference(actual, expected) <= tolerance(rows.dtype):
+            raise PackingError(f"{kind} does not compute down(act(gate) * up)")
+
+
+def packable_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the experts that `PackedExperts` can replace."""
+    for name, module in list(model.named_modules()):
+        if not set(NAMES) <= set(module._parameters):
+            continue
+        try:
+            if not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)):
+                try_gated(module)
+                yield name, module
+        except PackingError:
+            continue
+
+
+class PackedExperts(nn.Module):
+    """Gated experts with packed matrices: `gate_up` [experts · 2 · inner, width], `down` [experts · width, inner]."""
+
+    def __init__(self, gate_up: Any, down: Any, count: int, act_fn: Any) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.num_experts, self.act_fn = gate_up, down, count, act_fn
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """Map rows [rows, width], their experts and weights [rows, k] to [rows, width]."""
+        gate_up, down = (self._product(packed) for packed in (self.gate_up, self.down))
+        return run_gated(hidden_states, top_k_index, top_k_weights, gate_up, down, self.act_fn)
+
+    def _product(self, packed: Any) -> Product:
+        each = packed.shape[0] // self.num_experts
+
+        def product(rows: torch.Tensor, expert: int) -> torch.Tensor:
+            numbers = torch.arange(expert * each, (expert + 1) * each, device=rows.device)
+            return rows @ packed.rows(numbers).to(rows.dtype).T
+
+        return product
+
+
+class LosslessExperts(Whole, PackedExperts):
+    """Gated experts with bf16 matrices packed in 12 bits; their results do not change."""
+
+    def matrices(self) -> Iterator[tuple[str, LosslessWeight, torch.Size]]:
+        for name, packed in zip(NAMES, (self.gate_up, self.down), strict=True):
+            rows, columns = packed.shape
+            yield name, packed, torch.Size((self.num_experts, rows // self.num_experts, columns))
+
+
+def pack_lossless(module: nn.Module, room: Room) -> LosslessExperts:
+    """Pack experts in 12 bits per element; raises `PackingError` if they would not shrink."""
+    stacks = stacks_of(module)
+    packed = [LosslessWeight(stack.detach().flatten(0, 1), room) for stack in stacks]
+    return LosslessExperts(*packed, len(stacks[0]), module._modules["act_fn"])
+
+
+def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dtype | None) -> PackedExperts:
+    """Pack experts as integers, one expert after the other, so that little memory is needed."""
+    packed, stacks = [], stacks_of(module)
+    for stack, form in zip(stacks, forms, strict=True):
+        parts = [PackedWeight(matrix, form, dtype) for matrix in stack.detach()]
+        names = ("integers", "scale", "offset")
+        whole = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+        shape = stack.flatten(0, 1).shape
+        packed.append(PackedWeight.of(form, shape, *whole, dtype or stack.dtype))  # type: ignore[misc,arg-type]
+    return PackedExperts(*packed, len(stacks[0]), module._modules["act_fn"])
