@@ -1,10 +1,11 @@
-"""Starts real processes for a snippet that communicates, with the variables of a launcher of one's choice."""
+"""Starts real processes for a snippet that communicates, with the variables of a launcher of one's choice.
+
+They have imported torch when they begin, and nothing of the package.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.fork_server import ForkServer, server_of
 from tests.harness.pool import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -78,7 +80,11 @@ def run_ranks(
     clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
     with tempfile.TemporaryDirectory() as folder:
         clean |= {"START_LINE": folder, "STARTERS": str(world)}
-        ranks = [_Rank(snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank))) for rank in range(world)]
+        servers = [server_of(rank, ["torch"]) for rank in range(world)]  # they start at the same time
+        ranks = [
+            _Rank(server, snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank)))
+            for rank, server in enumerate(servers)
+        ]
         limit += time.monotonic()
         while time.monotonic() < limit and any([rank.look() for rank in ranks]):
             time.sleep(0.02)
@@ -86,13 +92,12 @@ def run_ranks(
 
 
 class _Rank:
-    def __init__(self, snippet: str, env: Mapping[str, str], files: Path) -> None:
+    def __init__(self, server: ForkServer, snippet: str, env: Mapping[str, str], files: Path) -> None:
         self.out, self.err = files.with_suffix(".out"), files.with_suffix(".err")
         self.begun = self.last_word = self.ended = time.monotonic()
         self.said = 0
-        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            self.process = server.start(PRELUDE + textwrap.dedent(snippet), env, out.fileno(), err.fileno())
 
     def look(self) -> bool:
         """Note how far it is; True while it runs."""
