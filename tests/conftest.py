@@ -68,7 +68,7 @@ def emulated() -> Iterator[Callable[[int], WorkerPool]]:
     from tests.emulated.build import built
 
     built()
-    yield from _started("tests.emulated.worker")
+    yield from _started("tests.emulated.worker", ("tests.emulated.worker",))
 
 
 @pytest.fixture
