@@ -92,7 +92,7 @@ def inspects(cell: Cell) -> bool:
     return cell.precision == "fp32" and cell.optimizer == "adamw-default-eps"
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("cell", representatives(), ids=str)
 def test_same_numbers(workers: Any, cell: Cell) -> None:
     assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
