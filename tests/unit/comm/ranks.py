@@ -1,6 +1,6 @@
 """Starts real processes for a snippet that communicates, with the variables of a launcher of one's choice.
 
-They have imported torch when they begin, and nothing of the package.
+They have imported torch when they begin, and nothing of the package unless it is asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,7 @@ def run_ranks(
     world: int = 1,
     env: Callable[[int, int, int], Mapping[str, str]] = torchrun,
     limit: float = 60.0,
+    imported: Sequence[str] = ("torch",),
     **extra: str,
 ) -> list[Ended]:
     """Run `snippet` on `world` ranks.
@@ -73,6 +74,7 @@ def run_ranks(
         world: number of processes.
         env: (rank, world, port) → variables; those of other launchers are taken out of the environment.
         limit: seconds after which whatever runs is killed, and ends with code -9.
+        imported: modules that they have imported when they begin.
         extra: variables for every rank.
     """
     port = free_port()
@@ -80,7 +82,7 @@ def run_ranks(
     clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
     with tempfile.TemporaryDirectory() as folder:
         clean |= {"START_LINE": folder, "STARTERS": str(world)}
-        servers = [server_of(rank, ["torch"]) for rank in range(world)]  # they start at the same time
+        servers = [server_of(rank, imported) for rank in range(world)]  # they start at the same time
         ranks = [
             _Rank(server, snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank)))
             for rank, server in enumerate(servers)
