@@ -102,12 +102,15 @@ class ForkServer:
         self._process.wait()
 
 
-def server_of(rank: int, modules: Sequence[str]) -> ForkServer:
-    """The one of this rank with these modules; it is started when it is first asked for, and stays."""
-    key = (tuple(modules), rank)
-    if key not in _servers:
-        _servers[key] = ForkServer(modules)
-    return _servers[key]
+def servers_of(ranks: int, modules: Sequence[str]) -> list[ForkServer]:
+    """Those of so many ranks, once all have imported; they are started when they are first asked for, and stay."""
+    keys = [(tuple(modules), rank) for rank in range(ranks)]
+    for key in keys:
+        if key not in _servers:
+            _servers[key] = ForkServer(modules)
+    for key in keys:  # a rank that has started waits for the others no longer than a timeout
+        _servers[key].ask({})
+    return [_servers[key] for key in keys]
 
 
 def pids() -> set[int]:
@@ -136,6 +139,9 @@ def serve(number: int, modules: Sequence[str]) -> Any:
         if not text:
             os._exit(0)
         request = json.loads(text)
+        if not request:  # whether this has come so far
+            control.send(b"null")
+            continue
         if "ended" in request:
             child, status = os.waitpid(request["ended"], 0 if request["wait"] else os.WNOHANG)
             control.send(json.dumps(os.waitstatus_to_exitcode(status) if child else None).encode())

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 
-from tests.harness.fork_server import server_of
+from tests.harness.fork_server import servers_of
 
 
 def run_fresh(programs: list[str]) -> None:
     """Run each program in a process that has imported torch and nothing of the package; all must end well."""
     failed: list[str] = []
+    (server,) = servers_of(1, ["torch"])
     for program in programs:
         with tempfile.TemporaryFile() as out:
-            code = server_of(0, ["torch"]).start(program, os.environ, out.fileno(), out.fileno()).wait()
+            code = server.start(program, os.environ, out.fileno(), out.fileno()).wait()
             out.seek(0)
             failed += [f"{program}\n---\n{out.read().decode()}"] if code else []
     assert not failed, "\n---\n".join(failed)

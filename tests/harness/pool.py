@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.harness.fork_server import Forked, server_of
+from tests.harness.fork_server import Forked, ForkServer, servers_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
@@ -128,9 +128,8 @@ class WorkerPool:
 
     def _start(self) -> None:
         port = free_port()
-        for rank in range(self.size if self._imported else 0):  # servers import at the same time
-            server_of(rank, self._imported)
-        for rank in range(self.size):
+        servers = servers_of(self.size, self._imported) if self._imported else [None] * self.size
+        for rank, server in enumerate(servers):
             ours, theirs = Pipe()
             log = Path(self._folder.name) / f"{port}-rank{rank}.log"
             env = os.environ | {
@@ -144,15 +143,16 @@ class WorkerPool:
                 "PYTHONUNBUFFERED": "1",
             }
             with log.open("wb") as sink:
-                self._processes.append(self._started(rank, theirs.fileno(), env, sink.fileno()))
+                self._processes.append(self._started(server, theirs.fileno(), env, sink.fileno()))
             theirs.close()
             self._pipes.append(ours)
             self._logs.append(log)
 
-    def _started(self, rank: int, pipe: int, env: Mapping[str, str], sink: int) -> subprocess.Popen[bytes] | Forked:
-        if self._imported:
-            program = f"from {self._worker} import main\nmain()"
-            return server_of(rank, self._imported).start(program, env, sink, sink, [pipe])
+    def _started(
+        self, server: ForkServer | None, pipe: int, env: Mapping[str, str], sink: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        if server is not None:
+            return server.start(f"from {self._worker} import main\nmain()", env, sink, sink, [pipe])
         return subprocess.Popen(
             [sys.executable, "-m", self._worker, str(pipe)],
             cwd=REPOSITORY,

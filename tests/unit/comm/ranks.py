@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.fork_server import ForkServer, server_of
+from tests.harness.fork_server import ForkServer, servers_of
 from tests.harness.pool import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -82,10 +82,9 @@ def run_ranks(
     clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
     with tempfile.TemporaryDirectory() as folder:
         clean |= {"START_LINE": folder, "STARTERS": str(world)}
-        servers = [server_of(rank, imported) for rank in range(world)]  # they start at the same time
         ranks = [
             _Rank(server, snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank)))
-            for rank, server in enumerate(servers)
+            for rank, server in enumerate(servers_of(world, imported))
         ]
         limit += time.monotonic()
         while time.monotonic() < limit and any([rank.look() for rank in ranks]):
