@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, fork_server
 from tests.harness.drawn import mark_others_slow
 from tests.harness.police import Police
+from tests.harness.pool import WORKER_IMPORTS
 
 SKIPS = Path(__file__).parent / "skips.txt"
 _pools: dict[tuple[str, int], WorkerPool] = {}
@@ -46,9 +47,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _started(worker: str) -> Iterator[Callable[[int], WorkerPool]]:
+def _started(worker: str, imported: Sequence[str] = ()) -> Iterator[Callable[[int], WorkerPool]]:
     def pool(size: int) -> WorkerPool:
-        return _pools.setdefault((worker, size), WorkerPool(size, worker))
+        return _pools.setdefault((worker, size), WorkerPool(size, worker, imported))
 
     yield pool
     for key in [key for key in _pools if key[0] == worker]:
@@ -58,7 +59,7 @@ def _started(worker: str) -> Iterator[Callable[[int], WorkerPool]]:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], WorkerPool]]:
     """`workers(n).run(fn, *args)` runs `fn` on `n` ranks; a pool is started once, when first asked for."""
-    yield from _started("tests.harness.worker")
+    yield from _started("tests.harness.worker", WORKER_IMPORTS)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +68,7 @@ def emulated() -> Iterator[Callable[[int], WorkerPool]]:
     from tests.emulated.build import built
 
     built()
-    yield from _started("tests.emulated.worker")
+    yield from _started("tests.emulated.worker", ("tests.emulated.worker",))
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def _police() -> Iterator[None]:
     """A test that leaves an environment variable, a thread or a child process behind fails."""
     police = Police()
     yield
-    left = police.report(lambda: {pid for pool in _pools.values() for pid in pool.pids})
+    left = police.report(lambda: {pid for pool in _pools.values() for pid in pool.pids} | fork_server.pids())
     if left:
         pytest.fail(f"the test left behind: {left}")
 

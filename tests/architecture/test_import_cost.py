@@ -36,9 +36,12 @@ def _python(code: str) -> str:
 
 
 def test_importing_the_package_is_cheap_and_quiet() -> None:
-    found = [json.loads(_python(_MEASURE)) for _ in range(TRIES)]  # fails if anything else was printed
-    assert min(one.pop("seconds") for one in found) < MOST_SECONDS
-    assert found == [{"triton": [], "threads": 0, "processes": 0, "cuda": False}] * TRIES
+    seconds: list[float] = []
+    while len(seconds) < TRIES and min(seconds, default=MOST_SECONDS) >= MOST_SECONDS:
+        found = json.loads(_python(_MEASURE))  # fails if anything else was printed
+        seconds.append(found.pop("seconds"))
+        assert found == {"triton": [], "threads": 0, "processes": 0, "cuda": False}
+    assert min(seconds) < MOST_SECONDS, seconds
 
 
 def test_the_launcher_starts_without_torch() -> None:

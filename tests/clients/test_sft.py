@@ -94,11 +94,20 @@ def test_the_page_shows_the_example() -> None:
     assert (EXAMPLE / "ds_config.json").read_text() in shown
 
 
-@pytest.mark.parametrize("words", [(), ("--lora", "4")], ids=["whole", "lora"])
-def test_the_program_tunes_alike_at_every_stage(workers: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        pytest.param((), (0, 3), id="whole"),
+        pytest.param((), (0, 1, 2, 3), id="whole-every", marks=pytest.mark.slow),
+        pytest.param(("--lora", "4"), (2, 3), id="lora"),
+    ],
+)
+def test_the_program_tunes_alike_at_every_stage(
+    workers: Any, tmp_path: Path, words: tuple[str, ...], stages: tuple[int, ...]
+) -> None:
     tiny(tmp_path)
     first = None
-    for stage in (2, 3) if words else (0, 1, 2, 3):
+    for stage in stages:
         losses, *others = workers(2).run(run_program, str(tmp_path), stage, *words, timeout=120)
         assert not any(others), "rank 0 alone prints"
         assert len(losses) == STEPS + 2 and losses[-1] < losses[-2] - 0.01, losses

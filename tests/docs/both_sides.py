@@ -1,7 +1,7 @@
-"""A rank that runs both sides of the diffs of pages and writes their losses: `both_sides.py OUT PORT PAGE …`.
+"""Two ranks that run both sides of the diffs of pages and write their losses: `both_sides.py OUT PORT PAGE …`.
 
-What all sides import is imported once; each side then is a process of its own, forked before anything has started, with
-a port of its own.
+What all sides import is imported once; each side of each rank then is a process of its own, forked before anything has
+started, with a port of its own for each side.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ def main(out: Path, port: int, pages: list[Path]) -> None:
     every = [(page, side, text) for page in pages for side, text in sides(page).items()]
     for at, (page, side, text) in enumerate(every):
         os.environ["MASTER_PORT"] = str(port + at)
-        child = os.fork()
-        if child == 0:
-            run(text, f"{page.name}, {side}", out / f"{page.stem}-{side}-{os.environ['RANK']}.json")
-        if os.waitpid(child, 0)[1]:
-            raise SystemExit(f"{page.name}, {side}: rank {os.environ['RANK']} failed")
+        children = []
+        for rank in range(2):
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            children.append(os.fork())
+            if children[-1] == 0:
+                run(text, f"{page.name}, {side}", out / f"{page.stem}-{side}-{rank}.json")
+        if failed := [rank for rank, child in enumerate(children) if os.waitpid(child, 0)[1]]:
+            raise SystemExit(f"{page.name}, {side}: rank(s) {failed} failed")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def expect_parity(cell: Cell, workers, emulated) -> None:
     assert gap <= bar_of(cell), f"{gap:.3g} > {bar_of(cell):g}"  # a NaN is not
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(cell, marks=pytest.mark.slow if cell.ranks == 4 and cell is not OF_FOUR else ()) for cell in CELLS],

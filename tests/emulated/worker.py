@@ -14,5 +14,10 @@ def join() -> None:
     deepspeed.init_distributed(timeout=worker.TIMEOUT)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve until the pipe closes."""
     worker.main(join)
+
+
+if __name__ == "__main__":
+    main()

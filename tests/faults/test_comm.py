@@ -163,7 +163,7 @@ time.sleep(100)
 
 
 def test_a_rank_that_finishes_early_disturbs_nobody():
-    ends = run_ranks(SETUP + "time.sleep(5 * rank)", 2, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    ends = run_ranks(SETUP + "time.sleep(3 * rank)", 2, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
     assert [(end.code, end.complaints) for end in ends] == [(0, []), (0, [])]
     assert ends[0].ended < ends[1].ended
 

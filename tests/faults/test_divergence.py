@@ -12,7 +12,7 @@ import pytest
 from tests.harness.pool import PATIENCE
 from tests.unit.comm.ranks import Ended, run_ranks
 
-TIMEOUT = 3.0 * PATIENCE  # seconds of one collective, and of the imports that one rank may be behind
+TIMEOUT = 3.0  # seconds of one collective
 MARGIN = 5.0  # seconds after it until everybody has been told
 TEARDOWN = 15.0 * PATIENCE  # seconds the interpreter may take to unload torch on a busy machine
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.harness.pool import PATIENCE
+from tests.harness.pool import PATIENCE, WORKER_IMPORTS
 from tests.unit.comm.ranks import run_ranks
 
 TIMEOUT = 3.0  # seconds of one collective
@@ -71,7 +71,10 @@ CASES = {
 def test_all_ranks_end(case: str) -> None:
     snippet, words = CASES[case]
     limit = TIMEOUT * PATIENCE
-    ends = run_ranks(START + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, DEEPSPEED_TIMEOUT=str(limit / 60))
+    ends = run_ranks(
+        START + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, imported=WORKER_IMPORTS,
+        DEEPSPEED_TIMEOUT=str(limit / 60),
+    )  # fmt: skip
     assert ends[0].code, ends
     assert all(word in ends[0].err for word in words), ends[0].err
     assert "deepspeed.errors." in ends[0].err, ends[0].err

@@ -163,14 +163,14 @@ def test_a_rank_whose_watch_rests_hears_of_a_failure() -> None:
 dist.barrier()
 if rank == 0:
     watches()[0].stop()
-    time.sleep(8)
-    dist.all_reduce(torch.ones(1), log_name="late")  # what the other left in the shared memory is enough for it
     time.sleep(4)
+    dist.all_reduce(torch.ones(1), log_name="late")  # what the other left in the shared memory is enough for it
+    time.sleep(2)
     dist.barrier(log_name="end")
 else:
     dist.all_reduce(torch.ones(1), log_name="early")
 """
-    ends = run_ranks(SETUP + STOP + late, 2, limit=240, DEEPSPEED_TIMEOUT=str(4 / 60))
+    ends = run_ranks(SETUP + STOP + late, 2, limit=240, DEEPSPEED_TIMEOUT=str(2 / 60))
     assert all(ended.code == 1 for ended in ends), [ended.err for ended in ends]
     assert all("The last collective of each rank:" in ended.err for ended in ends), [ended.err for ended in ends]
 

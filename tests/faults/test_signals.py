@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.pool import PATIENCE
+from tests.unit.comm.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 
 TRAIN = """
@@ -32,14 +35,20 @@ TRAIN = """
         engine.step()
         if step == 3:
             os.write(1, f"ready {os.getpid()}\\n".encode())
+            if os.environ.get("SENDS") == os.environ["RANK"]:
+                signal.raise_signal(signal.Signals[os.environ["SIGNAL"]])
         time.sleep(0.002 * (1 + int(os.environ["RANK"])))
     os.write(1, f"end {step} {loss.item():.9f}\\n".encode())
 """
 
 
-def start(folder, last=100_000, load=True, before="pass", checkpoint="{}", ranks=2):
+def program(last=100_000, load=True, before="pass", checkpoint="{}"):
     text = textwrap.dedent(TRAIN).replace("LAST", str(last)).replace("LOAD", str(load))
-    (folder / "train.py").write_text(text.replace("BEFORE", before).replace("CHECKPOINT", checkpoint))
+    return text.replace("BEFORE", before).replace("CHECKPOINT", checkpoint)
+
+
+def start(folder, last=100_000, load=True, before="pass", checkpoint="{}", ranks=2):
+    (folder / "train.py").write_text(program(last, load, before, checkpoint))
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--grace", "20", "train.py"],
@@ -52,14 +61,27 @@ def ready(launcher, ranks=2):
     return sorted(int(launcher.stdout.readline().split()[1]) for _ in range(ranks))
 
 
+def test_a_signal_to_one_rank_lets_all_save_on_one_step(tmp_path):
+    """Without the launcher; how it hands signals and codes on is in test_launcher.py."""
+    snippet = f"os.chdir({str(tmp_path)!r})\n{program()}"
+    first, second = run_ranks(snippet, 2, limit=120 * PATIENCE, SENDS="1", SIGNAL="SIGUSR1")
+    assert (first.code, second.code) == (85, 85), first.err + second.err
+    assert "SIGUSR1: saved to saved; exit code 85" in first.err
+    assert len([path for path in (tmp_path / "saved").iterdir() if path.is_dir()]) == 1
+
+
+def test_without_a_folder_nothing_is_saved_and_the_signal_ends_it(tmp_path):
+    snippet = f"os.chdir({str(tmp_path)!r})\n{program(load=False)}"
+    (only,) = run_ranks(snippet, limit=120 * PATIENCE, SENDS="0", SIGNAL="SIGTERM", DS_JOB_ID="here")
+    assert only.code == -signal.SIGTERM, only.err
+    assert "SIGTERM, SIGUSR1, SIGHUP: nothing will be saved" in only.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whom"),
-    [
-        pytest.param("SIGTERM", "launcher", marks=pytest.mark.slow),
-        ("SIGUSR1", "rank"),
-        pytest.param("SIGHUP", "launcher", marks=pytest.mark.slow),
-        pytest.param("SIGTERM", "every process", marks=pytest.mark.slow),
-    ],
+    [("SIGTERM", "launcher"), ("SIGUSR1", "rank"), ("SIGHUP", "launcher"), ("SIGTERM", "every process")],
 )
 def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
     launcher = start(tmp_path)
@@ -72,8 +94,6 @@ def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
     assert launcher.returncode == 85, err
     assert f"{name}: saved to saved; exit code 85" in err
     [tag] = [path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()]
-    if name == "SIGUSR1":  # the slow cells go on, and compare with a run that nobody stopped
-        return
     reached = int(re.fullmatch(r"global_step(\d+)", tag)[1])
     again = start(tmp_path, last=reached + 5)
     out, err = again.communicate(timeout=240)
@@ -84,6 +104,7 @@ def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
     )
 
 
+@pytest.mark.slow
 def test_without_a_folder_nothing_is_saved_and_the_old_code_stays(tmp_path):
     launcher = start(tmp_path, load=False, ranks=1)
     ready(launcher, 1)

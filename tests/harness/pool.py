@@ -10,13 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tests.harness.fork_server import Forked, ForkServer, servers_of
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
+# What most tests on ranks use of others' packages is there when they start.
+WORKER_IMPORTS = ("tests.harness.worker", "transformers.models.llama.modeling_llama")
 LOG_TAIL = 4000  # characters of a rank's log shown with a failure
 
 
@@ -51,10 +55,18 @@ class WorkerPool:
     error which the watchdog had reported to all ranks: nothing watches the group any more.
     """
 
-    def __init__(self, size: int, worker: str = "tests.harness.worker") -> None:
+    def __init__(self, size: int, worker: str = "tests.harness.worker", imported: Sequence[str] = ()) -> None:
+        """
+        Args:
+            size: number of ranks.
+            worker: the module that serves.
+            imported: modules that the ranks have when they start, since a server forks them; without any, each starts
+                in an interpreter of its own, with the variables that are there then.
+        """
         self.size = size
-        self._worker = worker  # the module that serves
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._worker = worker
+        self._imported = imported
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._pipes: list[Connection] = []
         self._logs: list[Path] = []
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -116,7 +128,8 @@ class WorkerPool:
 
     def _start(self) -> None:
         port = free_port()
-        for rank in range(self.size):
+        servers = servers_of(self.size, self._imported) if self._imported else [None] * self.size
+        for rank, server in enumerate(servers):
             ours, theirs = Pipe()
             log = Path(self._folder.name) / f"{port}-rank{rank}.log"
             env = os.environ | {
@@ -130,19 +143,25 @@ class WorkerPool:
                 "PYTHONUNBUFFERED": "1",
             }
             with log.open("wb") as sink:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", self._worker, str(theirs.fileno())],
-                    cwd=REPOSITORY,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                )
+                self._processes.append(self._started(server, theirs.fileno(), env, sink.fileno()))
             theirs.close()
-            self._processes.append(process)
             self._pipes.append(ours)
             self._logs.append(log)
+
+    def _started(
+        self, server: ForkServer | None, pipe: int, env: Mapping[str, str], sink: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        if server is not None:
+            return server.start(f"from {self._worker} import main\nmain()", env, sink, sink, [pipe])
+        return subprocess.Popen(
+            [sys.executable, "-m", self._worker, str(pipe)],
+            cwd=REPOSITORY,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            pass_fds=[pipe],
+        )
 
     def _collect(self, deadline: float) -> dict[int, Answer]:
         """Answers by rank until all are in, the deadline passes, or the grace after a first failure is over."""

@@ -18,6 +18,7 @@ from tests.harness import WorkerError, WorkerPool, WorkerTimeout
 from tests.harness.drawn import drawn
 from tests.harness.forks import in_a_fork, in_forks
 from tests.harness.fresh import run_fresh
+from tests.harness.pool import WORKER_IMPORTS
 
 
 def rank_and_sum(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -60,6 +61,15 @@ def test_results_come_in_rank_order_from_the_same_processes(workers):
     assert all(torch.equal(total, torch.full((3,), 3.0)) for _, total in first)
 
 
+def order_of_a_set() -> int:
+    return hash("a word")
+
+
+def test_each_rank_has_an_order_of_sets_of_its_own(workers):
+    """As in a job: a rank that iterates over a set of words does so in another order than the others."""
+    assert len(set(workers(3).run(order_of_a_set))) == 3
+
+
 def test_drawn_cells_are_always_the_same_and_have_every_value():
     values = [["0", "1", "2", "3"], ["fp32", "bf16"], ["cpu", "nvme", "device"]]
     cells = ["-".join(cell) for cell in itertools.product(*values)]
@@ -77,7 +87,7 @@ def test_a_fresh_program_that_fails_is_shown():
 
 @pytest.fixture
 def pool():
-    made = WorkerPool(2)
+    made = WorkerPool(2, imported=WORKER_IMPORTS)
     yield made
     made.close()
 

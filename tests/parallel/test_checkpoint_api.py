@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from deepspeed.checkpoint import cli
 from deepspeed.checkpoint.format import filesystem
 from deepspeed.errors import CheckpointError, CheckpointMissingError
+from tests.harness.fresh import run_fresh
 from tests.parallel.checkpointing import differences, everything, make, mixed, train
 from tests.parallel.tiny import raises
 
@@ -57,8 +58,8 @@ def test_weights_come_out_bit_equal(workers: Any, tmp_path: Path, stage: int, pr
     assert cli.main(["verify", str(tmp_path)]) == 0
     assert cli.main(["export", str(tmp_path), str(tmp_path / "hf"), "--max-shard-size", "300"]) == 0
     assert cli.main(["export", str(tmp_path), str(tmp_path / "pt"), "--to", "torch"]) == 0
-    script = [sys.executable, str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "fp32")]
-    subprocess.run(script, check=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    script = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "fp32")]
+    run_fresh([f"import runpy, sys; sys.argv = {script}; runpy.run_path({script[0]!r}, run_name='__main__')"])
     exported: dict[str, torch.Tensor] = {}
     for path in sorted((tmp_path / "hf").glob("*.safetensors")):
         exported |= load_file(path)

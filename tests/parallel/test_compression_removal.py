@@ -110,7 +110,14 @@ def test_removed_is_masked(workers: Any, stage: int) -> None:
     workers(2).run(removed_like_masked, stage, "none", "fp32", timeout=120)
 
 
-@pytest.mark.parametrize(("stage", "tier", "precision"), [(2, "cpu", "bf16"), (3, "cpu", "bf16"), (3, "cpu", "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "tier", "precision"),
+    [
+        (3, "cpu", "bf16"),
+        pytest.param(2, "cpu", "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "cpu", "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_removed_is_masked_in_other_tiers_and_precisions(workers: Any, stage: int, tier: str, precision: str) -> None:
     workers(2).run(removed_like_masked, stage, tier, precision, timeout=120)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ from tests.parallel.exhaustion_plants import (
 Workers = Callable[[int], WorkerPool]
 _FAST = "one picture a rank"
 _APART = 8  # MiB: by how much runs map more or less than others, as their threads come
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    """Ranks in interpreters of their own: forked ones have room in what was mapped before."""
+    pools: dict[int, WorkerPool] = {}
+    yield lambda size: pools.setdefault(size, WorkerPool(size))
+    for pool in pools.values():
+        pool.close()
 
 
 def said_by(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.pool import WORKER_IMPORTS
 from tests.parallel.pipeline_faults import dropped, many_lengths, other_batches, other_models, stale, untied
 from tests.unit.comm.ranks import run_ranks
 
@@ -50,7 +51,7 @@ def test_a_stage_that_dies_ends_the_others_with_its_place(where: str) -> None:
         engine.train_batch(batches(engine.module, 0, 3, 0))
         time.sleep({TIMEOUT + MARGIN})
     """)
-    ends = run_ranks(snippet, 2, limit=90, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    ends = run_ranks(snippet, 2, limit=90, imported=WORKER_IMPORTS, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
     assert ends[1].code == 9 and ends[0].code, ends
     # Waiting for the second gradient, or at the first, which was posted, when it is read after the other rank ended.
     waited, late = ("micro-batch 1", "[<B1]"), ("micro-batch 0", "its memory is gone")

@@ -15,7 +15,7 @@ from tests.parity.models import batch
 
 STEPS = 3
 SCHEDULES = 25  # of each stage and number of ranks: 200 in all
-FEW = 8
+FEW = 5
 MARKS = ("reduce", "publish", "gather", "before a unit", "after a unit", "gradient")  # kinds of delayed places
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.harness.pool import WORKER_IMPORTS
 from tests.parallel.tiny import expect_close, loss_of, micro_step, raises, rows, start, tiny
 from tests.parity.configs import config
 from tests.parity.function_arguments import BARS, KINDS, MATRIX, PARAMETER, UNDEFINED, Kind
@@ -368,6 +369,7 @@ dist.barrier()
 """,
         world=2,
         limit=120,
+        imported=WORKER_IMPORTS,
         DEEPSPEED_TIMEOUT="0.5",
     )
     assert [end.code for end in ends] == [0, 0], ends[0].err

@@ -98,7 +98,7 @@ def test_posts_are_read_in_any_order(workers: Any, size: int) -> None:
 
 def test_shared_memory_is_used_again() -> None:
     allocator, regions = SharedAllocator(), []
-    for _ in range(4):
+    for _ in range(2):
         tensors = [allocator.empty(n, torch.float32) for n in (5_000_000, 3, 2_000_000)]
         tensors[1].fill_(1)
         kept = tensors[0][10:20]

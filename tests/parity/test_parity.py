@@ -92,7 +92,7 @@ def inspects(cell: Cell) -> bool:
     return cell.precision == "fp32" and cell.optimizer == "adamw-default-eps"
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("cell", representatives(), ids=str)
 def test_same_numbers(workers: Any, cell: Cell) -> None:
     assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
@@ -138,9 +138,9 @@ def test_same_numbers_offloaded_full_product(workers: Any, cell: Cell) -> None:
 def test_where_state_rests_changes_no_bit(workers: Any, stage: int, precision: str) -> None:
     """The client's optimizer is one kernel on every tier."""
     cell = Cell(stage, 2, precision, 3, 2000, optimizer="adamw", clip=0.1)
-    wanted = workers(2).run(run_cell, cell, 5)[0]
+    wanted = workers(2).run(run_cell, cell, 3)[0]
     for tier in tiers_of(stage):
-        found = workers(2).run(run_cell, replace(cell, tier=tier), 5)[0]
+        found = workers(2).run(run_cell, replace(cell, tier=tier), 3)[0]
         same = [name for name in found.last if torch.equal(found.last[name], wanted.last[name])]
         assert same == list(wanted.last), f"{tier} changed {sorted(found.last.keys() - set(same))}"
         assert found.losses == wanted.losses, tier
@@ -161,7 +161,7 @@ def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str)
     outcomes = []
     for layout in LAYOUTS:
         cell = Cell(stage, 3, precision, 3, optimizer="adamw", clip=0.1, zero=tuple(layout.items()))
-        outcomes.append(workers(3).run(run_cell, cell, 5)[0])
+        outcomes.append(workers(3).run(run_cell, cell, 3)[0])
     for layout, other in zip(LAYOUTS[1:], outcomes[1:], strict=True):
         same = [name for name in other.last if torch.equal(other.last[name], outcomes[0].last[name])]
         assert same == list(other.last), f"{layout} changed {sorted(other.last.keys() - set(same))}"

@@ -1,17 +1,19 @@
-"""Starts real processes for a snippet that communicates, with the variables of a launcher of one's choice."""
+"""Starts real processes for a snippet that communicates, with the variables of a launcher of one's choice.
+
+They have imported torch when they begin, and nothing of the package unless it is asked for.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.fork_server import ForkServer, servers_of
 from tests.harness.pool import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -62,6 +64,7 @@ def run_ranks(
     world: int = 1,
     env: Callable[[int, int, int], Mapping[str, str]] = torchrun,
     limit: float = 60.0,
+    imported: Sequence[str] = ("torch",),
     **extra: str,
 ) -> list[Ended]:
     """Run `snippet` on `world` ranks.
@@ -71,6 +74,7 @@ def run_ranks(
         world: number of processes.
         env: (rank, world, port) → variables; those of other launchers are taken out of the environment.
         limit: seconds after which whatever runs is killed, and ends with code -9.
+        imported: modules that they have imported when they begin.
         extra: variables for every rank.
     """
     port = free_port()
@@ -78,7 +82,10 @@ def run_ranks(
     clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
     with tempfile.TemporaryDirectory() as folder:
         clean |= {"START_LINE": folder, "STARTERS": str(world)}
-        ranks = [_Rank(snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank))) for rank in range(world)]
+        ranks = [
+            _Rank(server, snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank)))
+            for rank, server in enumerate(servers_of(world, imported))
+        ]
         limit += time.monotonic()
         while time.monotonic() < limit and any([rank.look() for rank in ranks]):
             time.sleep(0.02)
@@ -86,13 +93,12 @@ def run_ranks(
 
 
 class _Rank:
-    def __init__(self, snippet: str, env: Mapping[str, str], files: Path) -> None:
+    def __init__(self, server: ForkServer, snippet: str, env: Mapping[str, str], files: Path) -> None:
         self.out, self.err = files.with_suffix(".out"), files.with_suffix(".err")
         self.begun = self.last_word = self.ended = time.monotonic()
         self.said = 0
-        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            self.process = server.start(PRELUDE + textwrap.dedent(snippet), env, out.fileno(), err.fileno())
 
     def look(self) -> bool:
         """Note how far it is; True while it runs."""

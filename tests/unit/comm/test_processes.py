@@ -146,7 +146,7 @@ def test_another_jobs_rank_is_sent_away():
     def two_jobs(rank, world, port):
         return {**torchrun(rank, world, port), "DS_JOB_ID": f"job{rank}"}
 
-    ends = run_ranks(snippet, 2, two_jobs, limit=60, DEEPSPEED_TIMEOUT="0.1")
+    ends = run_ranks(snippet, 2, two_jobs, limit=60, DEEPSPEED_TIMEOUT="0.05")
     assert [end.code for end in ends] == [1, 1]
     assert "rank(s) 1 did not arrive" in ends[0].err
     assert "job 'job0' meets at this address and port, and this is job 'job1'" in ends[1].err

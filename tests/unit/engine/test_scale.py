@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.fresh import run_fresh
+
 REPOSITORY = Path(__file__).parents[3]
+SCALE = """
+import contextlib, io, runpy, sys
+sys.argv = ["scale.py", "--stages", "{stage}"]
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    runpy.run_path("benchmarks/scale.py", run_name="__main__")
+assert shown.getvalue().count("held") == 1, shown.getvalue()
+"""
 
 
 def run(*command: str) -> str:
@@ -22,7 +31,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_simulated_rank_of_1024_holds_what_the_formula_says(stage: int) -> None:
-    assert run("benchmarks/scale.py", "--stages", str(stage)).count("held") == 1
+    run_fresh([SCALE.format(stage=stage)])
 
 
 @pytest.mark.slow

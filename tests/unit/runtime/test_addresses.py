@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -59,6 +56,14 @@ threads = [threading.Thread(target=importing) for _ in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 assert not errors, errors
+"""
+
+AS_A_PROGRAM = """
+import contextlib, io, runpy, sys
+sys.argv = ["-m", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+    runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
+assert shown.getvalue().startswith("usage: zero_to_fp32.py"), shown.getvalue()
 """
 
 
@@ -139,18 +144,17 @@ def test_a_folder_that_an_older_checkout_left_behind_hides_no_address(tmp_path: 
     shutil.copytree(Path(deepspeed.__path__[0]), tmp_path / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("utils", "runtime/zero", "checkpointing"):
         (tmp_path / "deepspeed" / folder / "__pycache__").mkdir(parents=True)
-    program = """
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
 import deepspeed
 import deepspeed.checkpointing as checkpointing
 from deepspeed.runtime.zero import Init
 from deepspeed.utils import logger
-print(checkpointing.__name__, deepspeed.__file__)
+assert checkpointing.__name__ == "deepspeed.activation_checkpointing.checkpointing", checkpointing.__name__
+assert deepspeed.__file__.startswith({str(tmp_path)!r}), deepspeed.__file__
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    shown = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
-    ).stdout
-    assert shown.split()[0] == "deepspeed.activation_checkpointing.checkpointing" and str(tmp_path) in shown
+    run_fresh([program])
 
 
 def test_what_later_features_name_is_not_there() -> None:
@@ -164,9 +168,7 @@ def test_what_later_features_name_is_not_there() -> None:
 
 
 def test_a_program_of_an_address_runs() -> None:
-    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", "--help"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert shown.startswith("usage: zero_to_fp32.py")
+    run_fresh([AS_A_PROGRAM])
 
 
 def test_a_placeholder_raises_when_it_is_used_and_not_before() -> None:
