@@ -23,7 +23,11 @@ def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool
 
 
 def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """Quantize to 2^bits levels from each group's minimum to its maximum; arguments and result as in `quantize`."""
+    """Quantize to 2^bits levels with a step of (maximum - minimum) / 2^bits of each group; the first is the minimum,
+    rounded to a multiple of the step, so the last is about a step below the maximum.
+
+    Arguments and result are those of `quantize`.
+    """
     rows = _rows(values, groups)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = ((high - low) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)

@@ -134,7 +134,11 @@ class StateAccessors:
         return [] if optimizer is None else [group.get("type") for group in optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of all gradients of the last update, before clipping; None before the first update."""
+        """Return the L2 norm of all gradients of the last update, before clipping.
+
+        Infinity if fp16 gradients overflowed; None before the first update, or if no norm was computed
+        (`compute_grad_norm: false`).
+        """
         return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:

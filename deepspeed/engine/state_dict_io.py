@@ -92,13 +92,18 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     Ranks other than 0 then write nothing and return None. With a `state_dict` argument, the call is unchanged.
     """
     save, window = getattr(type(self), _METHOD), _windows.get(self)
-    if window is None or kwargs.get("state_dict") is not None or not window.open:
+    by_caller = args[2] if len(args) > 2 else kwargs.get("state_dict")
+    if window is None or by_caller is not None or not window.open:
         return save(self, *args, **kwargs)
     if not window.writes:
         warn_once("save_pretrained writes nothing here: rank 0 has the weights that were gathered, and writes them")
         return None
     state = window.state_of(self)
-    return save(self, *args, **kwargs) if state is None else save(self, *args, **{**kwargs, "state_dict": state})
+    if state is None:
+        return save(self, *args, **kwargs)
+    if len(args) > 2:
+        return save(self, *args[:2], state, *args[3:], **kwargs)
+    return save(self, *args, **{**kwargs, "state_dict": state})
 
 
 class WeightsIO:

@@ -26,10 +26,11 @@ def main(args: Sequence[str] | None = None) -> int:
         args: command line without the program's name; None: `sys.argv`.
 
     Returns:
-        Exit code: 0, or that of the rank that failed first on any node.
+        Exit code: 0; that of the rank that failed first on any node; 2 if the job could not start, which is printed; 1
+        if the launcher's own process was killed.
 
     Raises:
-        LaunchError: --node_rank is out of range, or the options do not allow the job.
+        LaunchError: --node_rank is out of range, or the options are invalid; before anything starts.
     """
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--node_rank", type=int, default=0)

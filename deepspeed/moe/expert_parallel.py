@@ -176,7 +176,7 @@ def _kind_of(module: nn.Module, structure: ExpertStructure) -> Any:
 
 
 def _has_divided(module: nn.Module, structure: ExpertStructure) -> bool:
-    """Return whether a module's packed experts are divided already, through a module with the same parameters."""
+    """Return whether packed experts were divided already, with another module that shares these parameters."""
     return bool(structure.packed) and all(placement_of(module.get_parameter(key)).ep > 1 for key in structure.packed)
 
 

@@ -30,8 +30,9 @@ class Finding(NamedTuple):
 
     Attributes:
         direction: "input", "forward", "backward", "forward again, in backward" (recomputation), or "update".
-        module: name and class of the module; for an input its position, for an update the parameter.
-        operation: name of the operator; "" for inputs and updates.
+        module: name and class of the module, or "the loss, outside of the model"; for an input its position, for an
+            update the parameter.
+        operation: name of the operator; "" for inputs, updates and gradients from the loss.
         statistics: text of `describe` for the tensor with the value.
         inputs: inputs of the operation, for a dump.
     """

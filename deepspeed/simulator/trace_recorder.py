@@ -196,7 +196,7 @@ class StepRecorder(DispatchMode):
     # -- the context -------------------------------------------------------------------------------------------------
 
     def watch(self, undo: contextlib.ExitStack) -> None:
-        """Record resizes of storages too, which are no operators, until `undo` is closed."""
+        """Also record resizes of storages, which do not go through the dispatcher, until `undo` is closed."""
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:

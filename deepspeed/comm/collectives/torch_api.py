@@ -408,8 +408,8 @@ def get_logged_comm_ops() -> list[str]:
 
 def get_comm_operation_count(op_name: str | None = None) -> int:
     """Return the number of timed calls of the operation `op_name`; None: of all operations."""
-    names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
     comms_logger.settle()
+    names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
     return sum(times.calls for name in names for times in comms_logger.times[name].values())
 
 

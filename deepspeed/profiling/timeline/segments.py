@@ -271,7 +271,7 @@ class Waits:
         return {key: median(update.get(key, 0) for update in updates) for key in keys}
 
     def charges(self) -> list[Charge]:
-        """Return the waiting by causing rank, the largest `usual` first."""
+        """Return the waiting time that each rank caused to others, sorted by `usual`, largest first."""
         totals = [self.usual(index) for index in range(len(self.pieces))]
         charges = []
         for late, caused in self._caused.items():

@@ -158,18 +158,20 @@ class Copy:
             there.add_(values.to(there.device), alpha=add)  # result in the destination's dtype
 
     @classmethod
-    def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-        """Create a copy with the minimum number of dimensions; arguments as of the class (`ours`: source strides)."""
+    def collapsed(
+        cls, sizes: list[int], source: int, source_strides: list[int], into: int, into_strides: list[int]
+    ) -> Copy:
+        """Create a copy with the minimum number of dimensions; arguments are those of the class."""
         dims: list[list[int]] = []
-        for size, a, b in zip(sizes, ours, into_strides, strict=True):
+        for size, a, b in zip(sizes, source_strides, into_strides, strict=True):
             if size == 1:
                 continue
             if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
                 dims[-1] = [dims[-1][0] * size, a, b]
             else:
                 dims.append([size, a, b])
-        counts, ours_left, theirs_left = zip(*(dims or [[1, 1, 1]]), strict=True)
-        return cls(counts, source, ours_left, into, theirs_left)
+        counts, source_strides_left, theirs_left = zip(*(dims or [[1, 1, 1]]), strict=True)
+        return cls(counts, source, source_strides_left, into, theirs_left)
 
     @staticmethod
     def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:

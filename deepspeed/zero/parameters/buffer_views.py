@@ -123,7 +123,10 @@ class BufferViews:
             node.register_prehook(lambda _grads: group.wait_all_gather())
 
     def may_be_saved(self) -> bool:
-        """Return False if autograd has surely not saved a parameter of the gathered group itself (a cheap test)."""
+        """Return whether autograd may have saved a parameter object of the gathered group, not just a view of it.
+
+        A cheap test of reference counts: False is certain, True is not.
+        """
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
 
     def forget_saved(self) -> None:

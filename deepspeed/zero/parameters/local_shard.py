@@ -272,7 +272,11 @@ class LocalShard(DeferredAllGather):
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
-        """Create the master weights of a group that was frozen, from its values; `dtype` is used if it is wider."""
+        """Create the master weights of a group that was frozen, and copy its values into them.
+
+        They have `dtype`, or the dtype of the values if `dtype` is not wider. None are created if they would equal the
+        values in dtype and tier.
+        """
         if self.master is not None:
             return
         new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
