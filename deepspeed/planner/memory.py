@@ -152,15 +152,8 @@ def simulate(
 
     def run(rank: int, beside: Beside) -> MemoryCount:
         kernels = device_kernels() if device else contextlib.nullcontext()
-        world = simulated_world(
-            rank,
-            size,
-            program.expert_load,
-            late=late,
-            device=device,
-            per_host=per_host,
-            stage_outputs=stage_outputs,
-        )
+        how: dict[str, Any] = {"late": late, "device": device, "per_host": per_host, "stage_outputs": stage_outputs}
+        world = simulated_world(rank, size, program.expert_load, **how)
         with _quiet(), kernels, world, Valueless() as valueless:
             return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 

@@ -141,7 +141,7 @@ def cut_model(
     plan_file: str | None = None,
     in_step: Axis | None = None,
 ) -> TensorParallelPlan:
-    """Reduce a dense model to this rank's slices, in place. All ranks of the axis must call this.
+    """Reduce a dense model to this rank's slices, in place; return the plan. All ranks of the axis must call this.
 
     Args:
         model: the same on all ranks; values are broadcast from the first rank. Parameters stay the same objects.
@@ -151,13 +151,9 @@ def cut_model(
             output; "off" compares nothing.
         specs: rules for single matrices; None: no rules.
         vocabulary: also split the embedding and the output projection of a causal LM.
-        settle: called with the module of each unit after its split, while its parameters are plain tensors; None:
-            nothing is called.
+        settle: called with the module of each unit after its split, while its parameters are plain tensors.
         plan_file: file of `write_plan`, read by each rank; None: the plan comes from a search.
         in_step: ranks of all tp groups, which then stop together on an error; None: tp groups do not synchronise.
-
-    Returns:
-        The plan that was carried out.
 
     Raises:
         MeshError: the ranks have different models.

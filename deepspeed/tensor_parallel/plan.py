@@ -363,7 +363,7 @@ def channel_counts(by_rank: Sequence[Segments]) -> str:
 def make_plan(
     model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """Find the plan of one rank for a dense model. Runs the model on a small input.
+    """Find the plan of one rank for a dense model, by a run on a small input; all ranks' plans have equal segments.
 
     Args:
         model: dense, whole on this rank or sharded by `zero.Init`; not changed.
@@ -371,9 +371,6 @@ def make_plan(
         rank: position of the plan's rank, from 0.
         example: arguments of its forward (dict, tensor or tuple); None: generated for a model of Transformers.
         specs: rules; a skipped matrix stays whole, together with all matrices that share its channels. None: no rules.
-
-    Returns:
-        The plan; plans of different ranks have equal segments, and attribute values of their rank.
 
     Raises:
         ArgumentError: the model's inputs are unknown and no example is given.

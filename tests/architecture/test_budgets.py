@@ -28,6 +28,7 @@ EXCEPTIONS = {
     "sequence/tiled.py:SequenceTiledCompute.apply parameters": _INTERFACE,
     "sequence/tiled.py:sequence_tiled_compute parameters": _INTERFACE,
     "tensor_parallel/parallelize.py:cut_model parameters": "how a plan is found and cut: keys of the JSON, handed on",
+    "planner/memory.py:predict_memory parameters": _INTERFACE,
     "profiling/flops_profiler/profiler.py:get_model_profile parameters": _INTERFACE,
     "zero/api/memory_estimate.py:estimate_zero3_model_states_mem_needs parameters": _INTERFACE,
     "zero/api/init_context.py:Init.__init__ parameters": _INTERFACE,

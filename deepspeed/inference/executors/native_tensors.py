@@ -75,7 +75,7 @@ class GatedMlp(ctypes.Structure):
     _fields_ = [(name, Matrix) for name in ("gate", "up", "down")]
 
 
-class Experts(ctypes.Structure):
+class NativeExperts(ctypes.Structure):
     """ctypes mirror of `Experts` in decoder.cpp."""
 
     _fields_ = [
@@ -93,7 +93,7 @@ class Layer(ctypes.Structure):
         *((name, Norm) for name in ("before", "after", "query", "key")),
         *((name, Matrix) for name in ("q", "k", "v", "out")),
         ("mlp", GatedMlp),
-        ("experts", Experts),
+        ("experts", NativeExperts),
         ("heads", Heads),
         ("activation", ctypes.c_int32),
     ]

@@ -149,8 +149,8 @@ class LosslessExperts(Whole, PackedExperts):
 def pack_lossless(module: nn.Module, room: Room) -> LosslessExperts:
     """Pack experts in 12 bits per element; raises `PackingError` if they would not shrink."""
     stacks = stacks_of(module)
-    packed = [LosslessWeight(stack.detach().flatten(0, 1), room) for stack in stacks]
-    return LosslessExperts(*packed, len(stacks[0]), module._modules["act_fn"])
+    gate_up, down = (LosslessWeight(stack.detach().flatten(0, 1), room) for stack in stacks)
+    return LosslessExperts(gate_up, down, len(stacks[0]), module._modules["act_fn"])
 
 
 def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dtype | None) -> PackedExperts:
@@ -162,4 +162,5 @@ def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dt
         whole = (torch.cat([getattr(part, name) for part in parts]) for name in names)
         shape = stack.flatten(0, 1).shape
         packed.append(PackedWeight.of(form, shape, *whole, dtype or stack.dtype))  # type: ignore[misc,arg-type]
-    return PackedExperts(*packed, len(stacks[0]), module._modules["act_fn"])
+    gate_up, down = packed
+    return PackedExperts(gate_up, down, len(stacks[0]), module._modules["act_fn"])
