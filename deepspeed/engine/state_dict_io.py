@@ -92,7 +92,9 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     Ranks other than 0 then write nothing and return None. With a `state_dict` argument, the call is unchanged.
     """
     save, window = getattr(type(self), _METHOD), _windows.get(self)
-    by_caller = args[2] if len(args) > 2 else kwargs.get("state_dict")
+    names = list(inspect.signature(save).parameters)[1:]  # PEFT's third argument is another one
+    place = names.index("state_dict") if "state_dict" in names else len(args)
+    by_caller = args[place] if len(args) > place else kwargs.get("state_dict")
     if window is None or by_caller is not None or not window.open:
         return save(self, *args, **kwargs)
     if not window.writes:
@@ -101,8 +103,8 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     state = window.state_of(self)
     if state is None:
         return save(self, *args, **kwargs)
-    if len(args) > 2:
-        return save(self, *args[:2], state, *args[3:], **kwargs)
+    if len(args) > place:
+        return save(self, *args[:place], state, *args[place + 1 :], **kwargs)
     return save(self, *args, **{**kwargs, "state_dict": state})
 
 

@@ -22,7 +22,7 @@ from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
-from deepspeed.errors import ExpertParallelError, UsageError
+from deepspeed.errors import ExpertParallelError, NotAvailableError, UsageError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.calls import read_call, values_of
@@ -158,11 +158,14 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
 def _generate_in_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a rank whose sequences have ended run on, without tokens of its own, until those of all ranks have ended:
     the other ranks need its experts."""
-    if kwargs.get("synced_gpus") is False:
-        raise UsageError(
-            "generate() with synced_gpus=False: the experts of this model are divided among ranks, and a rank that "
-            "ends earlier would leave the others without its experts; leave synced_gpus out"
-        )
+    settings = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    for key in ("cache_implementation", "prefill_chunk_size"):
+        value = kwargs.get(key, getattr(settings, key, None))
+        if value and (key == "prefill_chunk_size" or "static" in str(value)):
+            raise NotAvailableError(
+                f"generate() with {key}={value!r}: the experts of this model are divided among ranks, which run as "
+                f"many passes each, until all have ended; leave {key} out"
+            )
     methods = [getattr(type(module), "generate", None) for module in model.modules()]
     parameters = [dict(inspect.signature(method).parameters) if method else {} for method in methods]
     outer = parameters[0]  # of the model itself: a wrapper may pass its keywords on

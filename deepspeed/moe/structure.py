@@ -171,8 +171,9 @@ def run_pairs(
     expert_of, weight_of = index[row, choice], weights[row, choice]
     more = _padding(expert_of, count) if rows.device.type == "cpu" else row[:0]
     once = pairs == rows.shape[0] and not len(more)  # each row is taken once, in order
-    if len(more):
-        source = torch.cat([row, row.new_zeros(len(more))])
+    if len(more):  # by rows of the same expert: other rows may overflow in it
+        first = row.new_full((count,), rows.shape[0]).scatter_reduce(0, expert_of, row, "amin")
+        source = torch.cat([row, first[more]])
         expert_of, weight_of = torch.cat([expert_of, more]), torch.cat([weight_of, weights.new_zeros(len(more))])
     else:
         source = row

@@ -254,7 +254,11 @@ static void gated(const GatedMlp& mlp, Activation activation, const float* norme
 static void choose(const Experts& experts, const float* logits, int64_t* chosen, float* weights) {
     const int64_t count = experts.count;
     float largest = -INFINITY, total = 0.0f, taken = 0.0f;
-    for (int64_t e = 0; e < count; e++) largest = std::max(largest, logits[e]);
+    bool undefined = false;
+    for (int64_t e = 0; e < count; e++) {
+        undefined = undefined || std::isnan(logits[e]);
+        largest = std::max(largest, logits[e]);
+    }
     for (int64_t e = 0; e < count; e++) total += exponential(logits[e] - largest);
     static thread_local std::vector<char> used;
     used.assign(static_cast<size_t>(count), 0);
@@ -268,7 +272,7 @@ static void choose(const Experts& experts, const float* logits, int64_t* chosen,
     for (int64_t e = 0, k = 0; e < count; e++) {
         if (!used[static_cast<size_t>(e)]) continue;
         chosen[k] = e;
-        weights[k++] = exponential(logits[e] - largest) / (experts.normalized ? taken : total);
+        weights[k++] = undefined ? NAN : exponential(logits[e] - largest) / (experts.normalized ? taken : total);
     }
 }
 

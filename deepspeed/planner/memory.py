@@ -26,6 +26,7 @@ from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.train_program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.layout.placement import placement_of
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -45,6 +46,7 @@ class MemoryCount:
         most: peak if other ranks lag as far behind as the engine allows, with more gradients in transit.
         host: part of `at_peak` in host memory if there is a device: offloaded state and buffers.
         measured: whether the figures are measured; else predicted.
+        experts: elements of the model that are divided among the ranks of expert parallelism, over all ranks.
     """
 
     peak: int
@@ -57,6 +59,7 @@ class MemoryCount:
     host: dict[str, int] = field(default_factory=dict)
     held: int = 0
     measured: bool = field(default=False, compare=False)
+    experts: int = 0
 
     @property
     def on_host(self) -> int:
@@ -211,7 +214,11 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             disk = sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
             host = _with_host(engine, at_peak)
             held = sum(member.numel for group in groups for member in group.members)
-            return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, host, held)
+            divided = [(param, placement_of(param).ep) for param in engine.module.parameters()]
+            experts = sum(ep * getattr(param, "ds_numel", param.numel()) for param, ep in divided if ep > 1)
+            return MemoryCount(
+                live.peak, at_peak, live.now(), birth, disk, count, live.peak, host, held, experts=experts
+            )
         finally:
             engine.destroy()
 

@@ -397,7 +397,7 @@ def _step_time(
     sliced = plan.shape.tensor > 1 or plan.shape.stages > 1
     parameters = memory.held if sliced else memory.parameters
     ep = DeepSpeedConfig.for_init(config).expert_parallel_size
-    experts = 0.0 if ep == 1 or sliced else (parameters - memory.held) * ep / (ep - 1)  # a rank has 1 / ep of them
+    experts = 0 if sliced else memory.experts
     turns = moves(policy, plan.steps)
     messages = plan.shape.message_bytes(
         parameters * itemsize, machine.ranks, *turns, experts * itemsize, 1 if sliced else ep

@@ -42,6 +42,8 @@ from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import is_managed
 
+_guards = itertools.count()  # a method may be guarded more than once
+
 
 def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
     """Wrap the method `name` of a model: `look(model, args, kwargs)` runs before each call, and may raise.
@@ -51,7 +53,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
     """
     if not hasattr(model, name):
         return
-    own = f"_ds_dense_{name}"  # attribute of the model, so that a copy has its own method
+    own = f"_ds_guarded_{next(_guards)}_{name}"  # attribute of the model, so that a copy has its own method
     if name in vars(model):
         object.__setattr__(model, own, vars(model)[name])
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.errors import NotAvailableError, UsageError
+from deepspeed.errors import NotAvailableError
 from deepspeed.inference import Generator
 from tests.parallel.test_experts import settings
 from tests.parallel.tiny import raises
@@ -53,12 +53,12 @@ def generated(family: str, stage: int) -> list[str]:
         "an end": texts(engine.module, inputs, eos_token_id=early),
         "other lengths": texts(engine, inputs, max_new_tokens=3 + 4 * rank),
         "beams": texts(engine, inputs, num_beams=2, max_new_tokens=4 + rank),
-        "no cache": texts(engine, inputs, use_cache=False, max_new_tokens=3 + rank),
+        "no cache": texts(engine, inputs, use_cache=False, max_new_tokens=3 + rank, synced_gpus=False),  # of a trainer
     }
     with raises(NotAvailableError, "divided among ranks", "generate()"):
         Generator(engine.module)
-    with raises(UsageError, "synced_gpus"):
-        engine.generate(**inputs, max_new_tokens=2, synced_gpus=False)
+    with raises(NotAvailableError, "cache_implementation", "static"):
+        engine.generate(**inputs, max_new_tokens=2, cache_implementation="static")
     engine.destroy()
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
@@ -90,3 +90,18 @@ def prepared(inject: bool) -> list[str]:
 @pytest.mark.parametrize("inject", [False, True])
 def test_init_inference_of_a_divided_model(workers: Any, inject: bool) -> None:
     assert workers(2).run(prepared, inject, timeout=120) == [[], []]
+
+
+def sliced() -> bool:
+    whole = mixture("Mixtral")
+    config = settings(1, 2, optimizer={"type": "AdamW"}, tensor_parallel={"autotp_size": 2})
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(whole), config=config)
+    engine.eval()
+    data = engine._state.axes.data.rank
+    same = torch.equal(texts(engine, given(data)), texts(whole, given(data)))
+    engine.destroy()
+    return same
+
+
+def test_an_engine_with_slices_generates_too(workers: Any) -> None:
+    assert workers(4).run(sliced, timeout=120) == [True] * 4

@@ -163,7 +163,7 @@ class WeightQuantization(Section):
     """Block `weight_quantization`: quantized weights for inference under ZeRO."""
 
     quantized_initialization: dict[str, Any] | None = key(
-        None, "pack every Linear and Embedding: num_bits 8 or 4, group_size, group_dim, symmetric"
+        None, "pack every Linear, Embedding and stack of experts: num_bits 8 or 4, group_size, group_dim, symmetric"
     )
     post_init_quant: dict[str, Any] | None = key(None, "the same keys under parts of the names of layers")
 

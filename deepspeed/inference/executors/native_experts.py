@@ -43,6 +43,8 @@ def routing_of(router: nn.Module) -> tuple[torch.Tensor, int, bool]:
             _, scores, index = router(x)
         except Exception as error:  # any error of a router with another interface
             raise PackingError(f"its router {kind} is called in another way: {describe_error(error)}") from error
+        if not isinstance(index, torch.Tensor) or not isinstance(scores, torch.Tensor):
+            raise PackingError(f"its router {kind} returns other results than logits, weights, experts")
         chosen = index.shape[-1]
         probabilities = F.linear(x, weight).float().softmax(-1)
         if index.is_floating_point() or scores.shape != (ROWS, chosen) or index.shape != scores.shape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import nn
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
-from deepspeed.foundation.log import describe_error
+from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.inference.quantization.layers import Whole
 from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
@@ -19,7 +21,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 NAMES = ("gate_up_proj", "down_proj")  # [experts, 2 · inner, width] and [experts, width, inner]
 TRIED = 3  # experts that a trial runs
-SIZES = (1.0, 1000.0)  # of a trial's rows: large ones reveal limits on values
+SIZES = (1.0, 30.0, 1000.0)  # of a trial's rows: large ones reveal limits on values
 Product = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -61,6 +63,8 @@ def stacks_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     gate_up, down = (params[name] for name in NAMES)
     if gate_up is None or down is None or gate_up.dim() != 3 or gate_up.dtype != down.dtype:
         raise PackingError(f"{kind} has matrices that are not stacked")
+    if gate_up.is_meta:
+        raise PackingError(f"{kind} has matrices without values")
     if placement_of(gate_up).ep > 1:
         raise PackingError(f"{kind} has some of the experts: the others are on other ranks")
     experts, joined, width = gate_up.shape
@@ -91,6 +95,10 @@ def try_gated(module: nn.Module) -> None:
         expected = run_gated(
             rows * size, index, weights, lambda x, e: x @ gate_up[e].T, lambda x, e: x @ down[e].T, act
         )  # fmt: skip
+        if not expected.isfinite().all() or not expected.any():
+            if size == SIZES[0]:
+                raise PackingError(f"{kind} has results on random rows that are all 0, or not finite")
+            continue  # out of the range of fp16
         try:
             actual = module(rows * size, index, weights)
         except Exception as error:  # any error of a module with another interface
@@ -103,29 +111,37 @@ def try_gated(module: nn.Module) -> None:
 
 
 def packable_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the experts that `PackedExperts` can replace."""
+    """Yield (name, module) of the experts that `PackedExperts` can replace; log why others stay whole."""
+    reasons: Counter[str] = Counter()
     for name, module in list(model.named_modules()):
         if not set(NAMES) <= set(module._parameters):
             continue
         try:
-            if not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)):
-                try_gated(module)
-                yield name, module
-        except PackingError:
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise PackingError("they have hooks or a forward of their own")
+            try_gated(module)
+        except PackingError as error:
+            reasons[str(error)] += 1
             continue
+        yield name, module
+    for reason, count in reasons.items():
+        log_rank0(f"the experts of {count} layers stay whole: {reason}")
 
 
 class PackedExperts(nn.Module):
     """Gated experts with packed matrices: `gate_up` [experts · 2 · inner, width], `down` [experts · width, inner]."""
 
-    def __init__(self, gate_up: Any, down: Any, count: int, act_fn: Any) -> None:
+    def __init__(self, gate_up: Any, down: Any, module: nn.Module) -> None:
         super().__init__()
-        self.gate_up, self.down, self.num_experts, self.act_fn = gate_up, down, count, act_fn
+        self.gate_up, self.down, self.act_fn = gate_up, down, module._modules["act_fn"]
+        self.num_experts = len(module.get_parameter(NAMES[0]))
+        self._arguments = list(inspect.signature(type(module).forward).parameters)[1:4]  # callers may name them
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Map rows [rows, width], their experts and weights [rows, k] to [rows, width]."""
+        rows, index, weights = (*args, *(kwargs[name] for name in self._arguments[len(args) :]))
         gate_up, down = (self._product(packed) for packed in (self.gate_up, self.down))
-        return run_gated(hidden_states, top_k_index, top_k_weights, gate_up, down, self.act_fn)
+        return run_gated(rows, index, weights, gate_up, down, self.act_fn)
 
     def _product(self, packed: Any) -> Product:
         each = packed.shape[0] // self.num_experts
@@ -150,7 +166,7 @@ def pack_lossless(module: nn.Module, room: Room) -> LosslessExperts:
     """Pack experts in 12 bits per element; raises `PackingError` if they would not shrink."""
     stacks = stacks_of(module)
     gate_up, down = (LosslessWeight(stack.detach().flatten(0, 1), room) for stack in stacks)
-    return LosslessExperts(gate_up, down, len(stacks[0]), module._modules["act_fn"])
+    return LosslessExperts(gate_up, down, module)
 
 
 def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dtype | None) -> PackedExperts:
@@ -163,4 +179,4 @@ def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dt
         shape = stack.flatten(0, 1).shape
         packed.append(PackedWeight.of(form, shape, *whole, dtype or stack.dtype))  # type: ignore[misc,arg-type]
     gate_up, down = packed
-    return PackedExperts(gate_up, down, len(stacks[0]), module._modules["act_fn"])
+    return PackedExperts(gate_up, down, module)

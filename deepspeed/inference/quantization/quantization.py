@@ -56,7 +56,11 @@ def quantize(model: nn.Module, form_of: FormOf, dtype: torch.dtype | None = None
         layers[id(module)] = packed_layer(module, shared[id(weight)]).train(module.training)
     for name, experts in packable_experts(model):
         forms = [form_of(f"{name}.{key}", experts.get_parameter(key)) for key in stacked.NAMES]
-        if all(form is not None and form.axis == 2 for form in forms):
+        if forms.count(None) == 1:
+            raise ArgumentError(f"'{name}' cannot be packed: name both of {', '.join(stacked.NAMES)}, or none")
+        if any(form is not None and form.axis != 2 for form in forms):
+            log_rank0(f"the experts of '{name}' stay whole: they are packed along group_dim 1 only")
+        elif None not in forms:
             layers[id(experts)] = pack_integers(experts, forms, dtype).train(experts.training)  # type: ignore[arg-type]
     for owner in list(model.modules()):
         for name, child in owner.named_children():
@@ -299,6 +303,6 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
     packed = quantize(model, form_of) if forms else 0
     if forms.keys() - used:
         raise DeepSpeedConfigError(
-            f"weight_quantization: no Linear or Embedding is named by {sorted(forms.keys() - used)}"
+            f"weight_quantization: no Linear, Embedding or stack of experts is named by {sorted(forms.keys() - used)}"
         )
     return packed

@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.equivalence import relative_difference
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import native as executors_native
 from deepspeed.inference.executors.native_tensors import functions
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.executors.select import select_executor
-from deepspeed.inference.quantization.experts import LosslessExperts, PackedExperts
+from deepspeed.inference.quantization.experts import LosslessExperts, PackedExperts, run_gated
 from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
-from deepspeed.inference.quantization.quantization import quantize_linears
+from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from tests.unit.inference.test_native import all_ways
 from tests.unit.inference.toys import MIXTURES, alone, mixture, prompts, scale
 
@@ -254,3 +256,49 @@ def test_clipped_heads_go_through_their_modules() -> None:
     """No probe has to reach the limit."""
     executor, _ = select_executor(mixture("Olmoe", clip_qkv=1e4))
     assert "clipped" in executor.unfused
+
+
+def test_a_router_with_nan_chooses_nothing() -> None:
+    model = mixture("Mixtral")
+    generator = native(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[-1, 0] = float("nan")
+    assert not logits_of(generator, [5, 6, 7, 8]).isfinite().any()
+
+
+class Named(nn.Module):
+    """Calls its experts by the names of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Renamed(mixture("Mixtral").model.layers[0].mlp.experts)
+
+    def forward(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.experts(rows, scores=weights, indices=index)
+
+
+class Renamed(nn.Module):
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+
+    def forward(self, rows: torch.Tensor, indices: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        products = [lambda x, e, stack=stack: x @ stack[e].T for stack in (self.gate_up_proj, self.down_proj)]
+        return run_gated(rows, indices, scores, *products, self.act_fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_packed_experts_take_the_names_of_their_arguments(dtype: torch.dtype) -> None:
+    model = Named().to(dtype)
+    width = model.experts.down_proj.shape[1]
+    rows, index = torch.randn(3, width).to(dtype), torch.tensor([[0, 1], [1, 2], [0, 3]])
+    weights = torch.rand(3, 2).to(dtype)
+    with torch.no_grad():
+        expected = model(rows, index, weights)
+        assert apply_section(model, {"post_init_quant": {"experts": {"num_bits": 8}}}) == 1
+        assert relative_difference(model(rows, index, weights), expected) < 0.05
+
+
+def test_one_of_two_stacks_is_not_packed_alone() -> None:
+    with pytest.raises(ArgumentError, match="name both of"):
+        apply_section(Named(), {"post_init_quant": {"gate_up_proj": {"num_bits": 8}}})

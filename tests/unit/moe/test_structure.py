@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from deepspeed.moe.structure import find_experts, tried
+from deepspeed.moe.calls import Choices
+from deepspeed.moe.structure import ExpertStructure, find_experts, run_pairs, tried
 
 
 class Packed(nn.Module):
@@ -82,3 +84,30 @@ def test_what_cannot_be_divided_is_refused() -> None:
     assert "'1.scale'" in why_not(children)
     assert "different shapes" in why_not(Children([8, 12]))
     assert why_not(Children([8, 8])) == ""
+
+
+def squared(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(hidden)
+    for expert in index.unique().tolist():
+        row, choice = torch.where(index == expert)
+        inner = hidden[row] @ module.up[expert]
+        out = out.index_add(0, row, inner * inner.sigmoid() * inner * weights[row, choice, None])
+    return out
+
+
+def test_rows_that_pad_overflow_in_no_expert() -> None:
+    """In fp16, a large row suits an expert with small weights, and would overflow in the other."""
+    module = Packed(2, 4).half()
+    with torch.no_grad():
+        module.up[0], module.up[1] = 100.0, 1e-3
+    hidden = torch.ones(2, 4, dtype=torch.float16)
+    hidden[0], hidden[1] = 200.0, 0.01
+    hidden.requires_grad_()
+    index, weights = torch.tensor([[1], [0]]), torch.ones(2, 1, dtype=torch.float16)
+    forward = functools.partial(squared, module)
+    run_pairs(ExpertStructure((2,), ("up",), (), (Choices(),)), forward, hidden, index, weights, 1).sum().backward()
+    of_rows, of_weights = hidden.grad, module.up.grad
+    hidden.grad = module.up.grad = None
+    forward(hidden, index, weights).sum().backward()
+    assert hidden.grad is not None and of_rows is not None and hidden.grad.isfinite().all()
+    assert of_rows.isfinite().all() and of_weights is not None and of_weights.isfinite().all()
