@@ -154,7 +154,7 @@ def test_entries_by_name_and_tied_tables() -> None:
         ({"post_init_quant": {"mlp": {"num_bits": 3}}}, NotImplementedError, "Only INT4 and INT8 quantization"),
         ({"post_init_quant": {"mlp": {"num_bits": 4, "size": 3}}}, ValueError, "'size'"),
         ({"post_init_quant": {"mlp": {}, "c_fc": {}}}, AssertionError, "is named by"),
-        ({"post_init_quant": {"nowhere": {}}}, ValueError, "no Linear or Embedding is named by"),
+        ({"post_init_quant": {"nowhere": {}}}, ValueError, "no Linear, Embedding or stack of experts is named by"),
         ({"post_init_quant": {"mlp": {"num_bits": 8, "group_size": 5}}}, AssertionError, "no multiple of group_size 5"),
         ({"post_init_quant": {"lm_head": {}}}, ValueError, "shares its weight with"),
         ({"post_init_quant": {"mlp": {}}, "quantized_initialization": {"num_bits": 8}}, ValueError, "not both"),

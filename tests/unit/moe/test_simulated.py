@@ -17,6 +17,7 @@ from deepspeed.ops.fake_tensors import Valueless
 from deepspeed.planner.fake_world import simulated_world
 from deepspeed.profiling.live_memory import LiveMemory
 
+pytestmark = pytest.mark.usefixtures("without_group")  # simulations make worlds of their own
 TOKENS, WIDTH, INNER = 512, 256, 512
 
 

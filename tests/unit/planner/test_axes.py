@@ -110,6 +110,28 @@ def test_few_tokens_travel_to_experts_and_many_have_experts_travel_to_them(micro
     assert (min((whole, parts), key=lambda judged: judged.worth) is parts) is divided
 
 
+class Frozen(Mixture):
+    """Trains its experts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = {
+            param for module in self.modules() if isinstance(module, FeedExperts) for param in module.parameters()
+        }
+        for param in set(self.parameters()) - experts:
+            param.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("model", [Mixture, Frozen])
+def test_divided_elements_are_counted_whatever_is_trained(stage: int, model: type[nn.Module]) -> None:
+    plan = TrainingPlan(stage, "none", 1, 1, False, 0, MeshShape(expert=2))
+    judged = judge(Task(model, rows, MACHINE.ranks, ADAMW), plan, MACHINE)
+    assert judged.memory is not None and judged.time is not None, judged.reason
+    assert judged.memory.experts == FeedExperts.num_experts * 8 * WIDTH * WIDTH
+    assert judged.time.messages > 0
+
+
 def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:
     """Two sums of activations for each block: one forward, one of the gradient of what it reads."""
     task, micro = Task(Net, rows, 4, ADAMW), 2
