@@ -133,7 +133,8 @@ class PackedExperts(nn.Module):
 
     def __init__(self, gate_up: Any, down: Any, module: nn.Module) -> None:
         super().__init__()
-        self.gate_up, self.down, self.act_fn = gate_up, down, module._modules["act_fn"]
+        act_fn: Any = module._modules["act_fn"]
+        self.gate_up, self.down, self.act_fn = gate_up, down, act_fn
         self.num_experts = len(module.get_parameter(NAMES[0]))
         self._arguments = list(inspect.signature(type(module).forward).parameters)[1:4]  # callers may name them
 
