@@ -129,7 +129,9 @@ def test_adapters_do_not_hide_the_cache(warned: list[str]) -> None:
 def test_kernel_injection_that_replaces_nothing_warns(warned: list[str]) -> None:
     engine = deepspeed.init_inference(family("GraniteMoe"), dtype=torch.float32, replace_with_kernel_inject=True)
     assert engine._injected is None
-    assert [line for line in warned if "replace_with_kernel_inject: GraniteMoeForCausalLM keeps its own layers: " in line]
+    assert [
+        line for line in warned if "replace_with_kernel_inject: GraniteMoeForCausalLM keeps its own layers: " in line
+    ]
 
 
 def test_kernel_injection_replaces_a_family(warned: list[str]) -> None:
