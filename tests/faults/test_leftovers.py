@@ -42,6 +42,8 @@ def settled(before):
         now = here()
     return now
 
+met = 0
+
 class Wrong(Exception):
     pass
 
@@ -62,6 +64,7 @@ def work(world, rank):
 plain.init_process_group("gloo")
 plain.all_reduce(torch.ones(1))
 plain.destroy_process_group()
+meet("first")
 before = here()
 """
 
@@ -94,7 +97,10 @@ ENDS = {
 """,
 }
 
+# Rank 0 may hold the store of the group that has ended a moment longer: a rank that joins it at the same port is lost.
 CHECK = """
+    meet(f"{cycle} {met}")
+    met += 1
     now = settled(before)
     assert now == before, f"cycle {cycle}: {[pair for pair in zip(before, now) if pair[0] != pair[1]]}"
 """
@@ -111,8 +117,8 @@ def cycles(end: str, world: int, count: int, native: str) -> None:
 def test_nothing_stays_after_the_last_group() -> None:
     """One cycle of each way to end."""
     every = "".join(f"{ENDS[end]}    cycle = {end!r}{CHECK}" for end in ENDS)
-    for ended in run_ranks(f"{SETUP}\nfor cycle in range(2):{every}{CLEAN}", 2, limit=240):
-        assert (ended.code, ended.out.strip()) == (0, "clean"), f"{ended.out}{ended.err}"
+    ends = run_ranks(f"{SETUP}\nfor cycle in range(2):{every}{CLEAN}", 2, limit=240)
+    assert all((ended.code, ended.out.strip()) == (0, "clean") for ended in ends), ends
 
 
 @pytest.mark.slow

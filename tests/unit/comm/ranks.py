@@ -30,9 +30,15 @@ warnings.filterwarnings("error", module="deepspeed")
 import torch
 torch.set_num_threads(1)
 import deepspeed.comm as dist
-open(f"{os.environ['START_LINE']}/ready{os.getpid()}", "w").close()
-while sum(name.startswith("ready") for name in os.listdir(os.environ["START_LINE"])) < int(os.environ["STARTERS"]):
-    time.sleep(0.01)  # importing torch may take ranks of one run seconds apart, more than their timeout
+
+def meet(place):
+    # Without a process group.
+    folder = os.environ["START_LINE"]
+    open(f"{folder}/{place}-{os.getpid()}", "w").close()
+    while sum(name.startswith(f"{place}-") for name in os.listdir(folder)) < int(os.environ["STARTERS"]):
+        time.sleep(0.01)
+
+meet("start")  # importing torch may take ranks of one run seconds apart, more than their timeout
 """
 
 
