@@ -9,8 +9,8 @@ Sides, on the same weights and batches, fp32, AdamW, which take turns in random 
 - `whole-3`: ZeRO 3 without expert parallelism.
 
 `--parts` times parts instead: a layer of experts beside its grouped products alone and its bytes at the bandwidth of a
-large copy between the ranks; the same layer beside the model's own forward on the rows that arrive and those bytes (what
-the products alone lack is the model's code: activation function, order of rows); dispatch and combine beside a sort and
+large copy between the ranks; the same layer beside the model's own forward on the rows that arrive and those bytes (the
+products alone leave the model's code out: activation function, order of rows); dispatch and combine beside a sort and
 two all-to-alls of torch; the products of the experts beside one matrix product of as many operations. `--routing zipf`
 chooses experts with frequency 1 / number.
 """
