@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, UsageError
-from deepspeed.foundation.hf_forward import uncached
+from deepspeed.foundation.hf_forward import named_arguments, uncached
+from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.transformers_model import block_lists
 
 _IGNORED = -100
@@ -22,7 +23,8 @@ class Distiller:
     """Hooks on a student that add distillation losses to the `.loss` of its output, in training mode only.
 
     Args:
-        student: module of the engine; its output has `.loss` and `.logits`. Without `.loss`, nothing is added.
+        student: module of the engine; its output has `.loss` and `.logits`. Without `.loss`, nothing is added; this is
+            logged once.
         section: `compression_training.distillation`.
     """
 
@@ -74,10 +76,15 @@ class Distiller:
             return None
         own = getattr(output, "loss", None)
         if own is None:
-            return None  # without labels there is no loss to add to
+            warn_once(
+                "distillation adds to the .loss of the model's output, and this forward of training returned none: "
+                "nothing is distilled. Pass labels to the model, and leave return_dict=False out",
+                (id(self), "no loss"),
+            )
+            return None
         with self._recorded_blocks() as calls:
             teacher_output = self._teacher_output(inputs, kwargs)
-        output.loss = self.loss(output, teacher_output, kwargs.get("labels"), own)
+        output.loss = self.loss(output, teacher_output, named_arguments(module, inputs, kwargs).get("labels"), own)
         if self.section.layerwise:
             output.loss = output.loss + self.section.layerwise * self._layerwise(calls)
         return output

@@ -43,13 +43,17 @@ class ExpertBalance:
             raise ExpertParallelError("expert_parallel.bias_update_speed: the model has no layers of experts")
         if not layers and section.balance == "model":
             return
-        forward = self._add(TrainingForward(model))
-        if speed:
-            self._bias = RouterBias(model, layers, speed)
-        if watched or speed:
-            self._load = self._add(ExpertLoad(layers, axis, forward))
-        if section.balance != "model":
-            self._share_loss(layers, section.balance == "window", forward)
+        try:
+            forward = self._add(TrainingForward(model))
+            if speed:
+                self._bias = RouterBias(model, layers, speed)
+            if watched or speed:
+                self._load = self._add(ExpertLoad(layers, axis, forward))
+            if section.balance != "model":
+                self._share_loss(layers, section.balance == "window", forward)
+        except BaseException:
+            self.close()  # the user's model gets no hooks of an engine that is not made
+            raise
 
     def _add(self, part: Any) -> Any:
         self._parts.append(part)
@@ -118,5 +122,5 @@ class ExpertBalance:
                 recorder.count(f"tokens dropped by {name}", load.dropped)
 
     def close(self) -> None:
-        for part in self._parts:
-            part.remove()
+        while self._parts:
+            self._parts.pop().remove()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,18 @@ def arguments(model: Any) -> Mapping[str, inspect.Parameter]:
 def hands_on(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Return whether the signature accepts arbitrary keyword arguments."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def named_arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a model's forward by name, however they were passed.
+
+    Positional arguments that the forward has no name for are left out.
+    """
+    own = inspect.signature(model.forward).parameters
+    passed_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own.values())
+    parameters = arguments(model) if passed_on else own
+    by_position = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {**dict(zip(by_position, args, strict=False)), **kwargs}
 
 
 def accepts(model: Any, name: str) -> bool:

@@ -256,9 +256,10 @@ class InferenceEngine(ModuleWrapper):
     def _check_length(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
         prompt = prompt_length(inputs, kwargs, encoder_decoder)
-        new = new_tokens(prompt, kwargs, getattr(self.module, "generation_config", None))
+        model_limit = length_limit(self.module)
+        new = new_tokens(prompt, kwargs, getattr(self.module, "generation_config", None), model_limit)
         limit = self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None
-        check_length(prompt, new, limit, length_limit(self.module))
+        check_length(prompt, new, limit, model_limit)
 
     def _cast(self, nest: Any) -> Any:
         """Cast fp32 and fp64 tensors of 2 or more dims (audio features, images) to the module's 16-bit dtype."""
@@ -398,10 +399,8 @@ class NativeGenerate:
         ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
         ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
         least = self._argument("min_new_tokens", kwargs) or 0
-        sampling = SamplingParams(
-            max_new_tokens=new_tokens(ids.shape[1], kwargs, own), min_new_tokens=least, ignore_eos=True,
-            stop_token_ids=ends,
-        )  # fmt: skip
+        new = new_tokens(ids.shape[1], kwargs, own, length_limit(self._model))
+        sampling = SamplingParams(max_new_tokens=new, min_new_tokens=least, ignore_eos=True, stop_token_ids=ends)
         answers = self._generator.generate(prompts, sampling)
         longest = max(map(len, answers))
         filler = pad if pad is not None else ends[0] if ends else 0

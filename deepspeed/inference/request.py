@@ -13,6 +13,7 @@ from deepspeed.errors import LengthError
 from deepspeed.foundation.transformers_model import LENGTH_KEYS, text_config
 from deepspeed.inference.sampling_params import SamplingParams
 
+DEFAULT_NEW = 20  # new tokens of Transformers' `generate` without a length
 CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence length
 
 
@@ -54,26 +55,27 @@ def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder
     return max((shape[1] for shape in shapes), default=1 if encoder_decoder else 0)
 
 
-def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Return the maximum number of new tokens of a `generate` call.
+def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any, model_limit: int | None = None) -> int:
+    """Return the maximum number of new tokens of a `generate` call; without any setting as many as Transformers.
 
     Args:
         prompt: number of prompt positions, for `max_length`.
         kwargs: arguments of the call; they take priority over its `generation_config`, and that over `own`.
         own: the model's generation_config.
+        model_limit: maximum length of the model, which shortens the default; None: unknown.
     """
     settings = [kwargs]
     for config in (kwargs.get("generation_config"), own):
         lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
-        if lengths["max_length"] == 20:  # the class default
-            lengths["max_length"] = None
+        if config is not None and lengths["max_length"] == getattr(type(config)(), "max_length", None):
+            lengths["max_length"] = None  # the class default
         settings.append(lengths)
     for lengths in settings:
         if lengths.get("max_new_tokens") is not None:
             return int(lengths["max_new_tokens"])
         if lengths.get("max_length") is not None:
             return max(int(lengths["max_length"]) - prompt, 1 if lengths is settings[-1] else 0)
-    return 1
+    return DEFAULT_NEW if model_limit is None else max(min(DEFAULT_NEW, model_limit - prompt), 1)
 
 
 def check_length(prompt: int, new: int, limit: int | None, model_limit: int | None) -> None:

@@ -27,6 +27,7 @@ from deepspeed.comm.collectives.autograd import summed
 from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ExpertParallelError
+from deepspeed.foundation.hf_forward import named_arguments
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.parameters.module_hooks import Hook
 from deepspeed.zero.parameters.parameter import is_managed
@@ -183,12 +184,12 @@ class ModelLoss:
         self._formula: tuple[int, bool] | None = None  # experts of a token, with a mask
         self._handle = model.register_forward_hook(Hook(self._replace), with_kwargs=True)
 
-    def _replace(self, model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def _replace(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return None
         with alarmed(lambda: f"the auxiliary loss of {self._kind}"):  # the ranks exchange statistics next
             logits, before = self._parts(output)
-            own = self._statistics(logits, kwargs.get("attention_mask"), before)
+            own = self._statistics(logits, named_arguments(model, args, kwargs).get("attention_mask"), before)
         after = (self._tokens.mean_product(own) * own.chosen.numel()).to(before)
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.hf_forward import named_arguments
 from deepspeed.moe.calls import read_any, values_of
 from deepspeed.moe.expert_parallel import DividedExperts
 from deepspeed.moe.sharded_moe import TopKGate
@@ -45,9 +46,9 @@ class TrainingForward:
             model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
 
-    def _enter(self, model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._runs = model.training and torch.is_grad_enabled()
-        mask = kwargs.get("attention_mask")
+        mask = named_arguments(model, args, kwargs).get("attention_mask")
         self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
     def _leave(self, *_: Any) -> None:

@@ -32,7 +32,7 @@ from deepspeed.comm.process_groups.mesh import Mesh, mesh_for, ranks_started, re
 from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError
 from deepspeed.foundation.fake_mode import Replaceable
-from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
+from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, named_arguments, without_cache
 from deepspeed.foundation.transformers_model import (
     HEAD_KEYS,
     config_number,
@@ -213,7 +213,7 @@ class SequenceModel:
         if _current.get() is not None:  # call from the outermost model
             self._entered.append((_current.set(_current.get()), None))
             return None
-        call = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        call = named_arguments(model, args, kwargs)
         expected, self.takes_slices = self.takes_slices, False
         positions = None if self.disable_in_eval and not model.training else self._positions(call, expected)
         if positions is None:

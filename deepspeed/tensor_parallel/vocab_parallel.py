@@ -18,7 +18,7 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects, all_reduce
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError, NotAvailableError, TensorParallelError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
-from deepspeed.foundation.hf_forward import counts_items
+from deepspeed.foundation.hf_forward import counts_items, named_arguments
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import (
     SliceLocation,
@@ -196,11 +196,14 @@ class _Head:
         raise NotAvailableError("a model with a split vocabulary cannot be copied; copy it before it is split")
 
     def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._layer.sizes = self._sizes if kwargs.get("labels") is None else None
+        self._layer.sizes = self._sizes if named_arguments(model, args, kwargs).get("labels") is None else None
 
     def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if self._layer.sizes is None and hasattr(output, "logits"):
-            output.logits = None  # no rank has whole logits
+        if self._layer.sizes is None:  # no rank has whole logits
+            if isinstance(output, tuple):  # return_dict=False: loss, logits, …
+                output = (output[0], None, *output[2:])
+            elif hasattr(output, "logits"):
+                output.logits = None
         self._layer.sizes = self._sizes
         return output
 

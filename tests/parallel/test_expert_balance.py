@@ -302,8 +302,11 @@ class Doubled(nn.Module):
 
 
 def refused() -> None:
+    unbiased = toy("Mixtral")
     with raises(ExpertParallelError, "no buffer or frozen parameter of", "beside the experts of 'model.layers.0"):
-        deepspeed.initialize(model=toy("Mixtral"), config=settings(1, 2, "model", experts={"bias_update_speed": 0.1}))
+        deepspeed.initialize(model=unbiased, config=settings(1, 2, "model", experts={"bias_update_speed": 0.1}))
+    hooks: list[Any] = [hook for module in unbiased.modules() for hook in module._forward_pre_hooks.values()]
+    assert "TrainingForward._enter" not in {getattr(hook, "_call", hook).__qualname__ for hook in hooks}
     coarse = toy("DeepseekV3")
     for module in coarse.modules():
         if hasattr(module, "e_score_correction_bias"):

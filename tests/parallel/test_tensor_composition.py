@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,13 @@ def composed(what: str, stage: int, dp: int) -> None:
                 assert shapes[place] == shape, (place, shapes[place])
         if "vocabulary" in what:
             given = batch_of(model, 0, 0)
-            assert engine(**given).logits is None  # nobody has them
+            output = engine(**given)
+            assert output.logits is None  # nobody has them
+            names = list(inspect.signature(model.forward).parameters)
+            by_position = [given.get(name) for name in names[: names.index("labels") + 1]]
+            for plain in (engine(*by_position), engine(*by_position, return_dict=False)):
+                assert torch.equal(plain[0], output.loss)
+                assert not any(isinstance(value, torch.Tensor) for value in plain[1:])
             with torch.no_grad():
                 ours, theirs = (m(input_ids=given["input_ids"]).logits for m in (engine, dense.model))
             assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 1e-5

@@ -159,7 +159,7 @@ class Reader:
         )
 
     def _see(self, owner: dict[str, Any]) -> None:
-        """Record a dict of modules or tensors, for `Structure.changed`."""
+        """Record a dict of modules, tensors or settings, for `Structure.changed`."""
         self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
@@ -232,6 +232,7 @@ class Reader:
         for module in (router, experts, *(child for child in experts.children() if child is not experts.act_fn)):
             self._see(module._modules)
             self._weight(module)
+        self._see(vars(router))  # its settings: experts of a row, whether weights add up to 1
         weight, layer.experts.chosen, layer.experts.normalized = routing_of(router)
         matrix = matrix_of(weight)
         if isinstance(matrix, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,18 +121,17 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
                 "in place; leave lossless_weights out, or give a copy of the model"
             )
     room, before, after, count, refused = Room(), 0, 0, 0, list[str]()
-    for size, names in _shared_layers(model, whole):
+    packings = [
+        (names[0], size, partial(_pack_layers, model, names, room)) for size, names in _shared_layers(model, whole)
+    ]
+    packings += [
+        (name, sum(param.nbytes for param in module.parameters()), partial(_pack_experts, model, name, room))
+        for name, module in packable_experts(model)
+        if module not in whole
+    ]
+    for name, size, pack in packings:
         try:
-            after += _pack_layers(model, names, room)
-        except PackingError as error:
-            refused.append(f"'{names[0]}' stays whole: {error}")
-        else:
-            before, count = before + size, count + 1
-    for name in [name for name, module in packable_experts(model) if module not in whole]:
-        experts = model.get_submodule(name)
-        size = sum(param.nbytes for param in experts.parameters())
-        try:
-            after += _pack_experts(model, name, room)
+            after += pack()
         except PackingError as error:
             refused.append(f"'{name}' stays whole: {error}")
         else:

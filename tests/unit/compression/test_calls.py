@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -345,6 +346,29 @@ def test_distillation_counts_what_labels_count(wrapped: bool) -> None:
     distiller.remove()
     soft = nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
     assert torch.allclose(found, soft, rtol=1e-5)
+
+
+def by_position(model: Any, **given: Any) -> list[Any]:
+    """Arguments of a forward without their names."""
+    names = list(inspect.signature(model.forward).parameters)
+    return [given.get(name) for name in names[: max(map(names.index, given)) + 1]]
+
+
+def test_labels_by_position_are_labels_and_a_forward_without_a_loss_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr("deepspeed.compression.distill.warn_once", lambda text, key: warnings.append(text))
+    student = llama(0, 2).train()
+    distiller = Distiller(student, Distillation(enabled=True, hard=0.5, logits=0.5, temperature=1.0))
+    distiller.set_teacher(llama(1, 2))
+    ids, labels = torch.arange(10)[None], torch.arange(10)[None].clone()
+    labels[:, :6] = -100
+    named = student(input_ids=ids, labels=labels).loss
+    assert torch.equal(student(*by_position(student, input_ids=ids, labels=labels)).loss, named)
+    assert not warnings
+    student(input_ids=ids)
+    student(input_ids=ids, labels=labels, return_dict=False)
+    assert len(warnings) == 2 and all("nothing is distilled" in text for text in warnings)
+    distiller.remove()
 
 
 def test_layer_by_layer_is_the_sum_written_by_hand() -> None:

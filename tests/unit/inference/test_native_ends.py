@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.errors import RequestError
 from deepspeed.inference import Generator
 from deepspeed.inference.executors.native import Reader
@@ -55,6 +56,23 @@ def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
         None,
         0,
     )
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_length": 20}, {"max_new_tokens": 3}])
+@pytest.mark.parametrize("length", [5, 19, 40])
+def test_a_call_without_a_length_ends_where_that_of_transformers_does(settings: dict[str, int], length: int) -> None:
+    from transformers import GenerationConfig
+
+    model = llama(max_position_embeddings=48)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **settings)
+    ids = torch.arange(1, length + 1)[None]
+    if settings.get("max_length", length + 1) <= length:
+        return  # Transformers refuses it
+    own = model.generate(ids, attention_mask=torch.ones_like(ids))
+    engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    assert engine._injected is not None
+    assert torch.equal(engine.generate(ids, attention_mask=torch.ones_like(ids)), own)
+    engine.destroy()
 
 
 def test_tokens_outside_the_table_are_refused() -> None:

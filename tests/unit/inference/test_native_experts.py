@@ -118,6 +118,17 @@ def test_a_weight_that_changes_in_place_counts_at_once() -> None:
     assert new_tokens(generator) == own_tokens(model)
 
 
+def test_a_router_that_is_set_anew_counts_at_once() -> None:
+    model = mixture("Qwen3Moe", num_experts_per_tok=2, norm_topk_prob=True)
+    generator = native(model)
+    before = new_tokens(generator)
+    for name, value in (("top_k", 3), ("norm_topk_prob", False)):
+        for block in model.model.layers:
+            setattr(block.mlp.gate, name, value)
+        assert new_tokens(generator) == own_tokens(model) != before
+        before = own_tokens(model)
+
+
 # -- packed weights ----------------------------------------------------------------------------------------------------
 
 
