@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an engine's tensors, in place; each rank reads only its shard."""
+"""Loading of a checkpoint into an engine's tensors, in place."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Loaded:
         missing: names that only the model has.
         unexpected: names that only the checkpoint has.
         left_out: names of frozen parameters that were saved without values.
-        elements: number of loaded elements of the global tensors.
-        total: number of elements of the model's global tensors.
+        elements: number of loaded elements, of the global tensors.
+        total: number of elements of the global tensors of this rank's module.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ def load_values(
         view: the engine's tensors.
         source: the checkpoint.
         rows: result of `compare`.
-        settings: saved settings of each optimizer group; the optimizer state is loaded too. None: it is not loaded.
+        settings: saved settings of each optimizer group, to load the optimizer too; None: no optimizer state is loaded.
         rounded: round the master weights to the dtype of the parameters.
     """
 
@@ -293,7 +293,7 @@ def load_window(
 
 
 def _add_rounds(view: StateView, source: Source) -> list[str]:
-    """Add gradients that had not been reduced at the save to this rank's reduced gradients.
+    """Add gradients that had not been reduced at the save to this rank's reduced gradients. Collective.
 
     Returns the names of this rank's parameters with a gradient.
     """
