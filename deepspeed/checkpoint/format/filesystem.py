@@ -99,7 +99,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def checked_tag(tag: object) -> str:
-    """Return the tag as text; CheckpointError if the text is no plain, visible folder name, or that of a `latest` file."""
+    """Return the tag as text; CheckpointError if the text is no plain, visible folder name or names a `latest` file."""
     text = str(tag)
     if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
         raise CheckpointError(

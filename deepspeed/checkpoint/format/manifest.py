@@ -200,7 +200,7 @@ class Manifest:
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """Return the optimizer state layout of a parameter, or of its box `box` if boxes differ; None without a state."""
+        """Return the optimizer state layout of a parameter, or of its `box` if boxes differ; None without a state."""
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
