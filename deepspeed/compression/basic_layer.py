@@ -54,7 +54,7 @@ _compressed_classes: dict[type, type] = {}  # compressed class by original class
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Replace a module's class by a subclass that supports fake quantizers; none is added. Returns the module."""
+    """Replace a module's class in place by a subclass that supports fake quantizers. Returns the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module
@@ -69,7 +69,7 @@ def compress_module(module: nn.Module) -> nn.Module:
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Restore the class that a module had before `compress_module`, and remove its quantizers. Returns the module."""
+    """Restore a module's class before `compress_module` in place, and remove its quantizers. Returns the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
         module.__dict__.pop("_weight_quantizer", None)

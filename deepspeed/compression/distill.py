@@ -53,7 +53,7 @@ class Distiller:
         self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook that requests hidden states and attention maps from the student, if they are compared."""
+        """Forward pre-hook that requests the outputs to compare; CompressionError for attention that is not eager."""
         if not module.training:
             return None
         kwargs = dict(kwargs)
@@ -147,7 +147,7 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the student's loss and its distances from the teacher.
+        """Return the weighted sum of the student's loss and its distances from the teacher, without `layerwise`.
 
         Args:
             output: student's output, with `.logits`, and `.hidden_states` and `.attentions` if they are compared.

@@ -58,7 +58,7 @@ class Progress:
     # -- called by the loop; each is some assignments --------------------------------------------------------------
 
     def on_loss(self, loss: Any) -> None:
-        """Store a loss, a number or one-element tensor; it is read when the next line is drawn."""
+        """Store a loss, a number or one-element tensor, which is read when the next line is drawn."""
         self._loss = loss
 
     def on_batch(self) -> None:
@@ -127,7 +127,7 @@ class Progress:
         return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
 
     def _left(self) -> float | None:
-        """Return the seconds until the last batch at the recent rate; None if the number of batches is unknown."""
+        """Return the seconds until the last batch at the recent rate; None if this is unknown."""
         (since, before, _), (until, done, _) = self._seen[0], self._seen[-1]
         if self._total is None or done <= before:
             return None
