@@ -69,7 +69,7 @@ def compress_module(module: nn.Module) -> nn.Module:
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Restore a module's class before `compress_module` in place, and remove its quantizers. Returns the module."""
+    """Restore the class that a module had before `compress_module`, and remove its quantizers. Returns the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
         module.__dict__.pop("_weight_quantizer", None)

@@ -93,7 +93,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
-    """Copy parameters, not buffers, of teacher layers into a student, by `layer_reduction`. Collective if sharded.
+    """Copy parameters, not buffers, of teacher layers into a student (`layer_reduction`). Collective if sharded.
 
     Args:
         student_model: changed in place; its layer i gets the parameters of layer `teacher_layer[i]`.

@@ -215,7 +215,11 @@ class Compression:
 
 
 class _InputNorms:
-    """Hooks that sum squared inputs over tokens, for the criterion `activation`; CompressionError for embeddings."""
+    """Sums of squared inputs over tokens, recorded by hooks, for rules with the criterion `activation`.
+
+    Raises:
+        CompressionError: a rule selects an embedding or a grouped convolution.
+    """
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}

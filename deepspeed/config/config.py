@@ -163,7 +163,7 @@ class DeepSpeedConfig:
         return section
 
     def get(self, path: str) -> Any:
-        """Return the resolved value at a JSON path; aliases are accepted. None for what was not given.
+        """Return the resolved value at a JSON path; aliases are accepted. None inside a missing block.
 
         Raises:
             DeepSpeedConfigError: there is no such key.

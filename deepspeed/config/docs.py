@@ -93,7 +93,7 @@ def _block(key: Key) -> str:
 
 
 def _remark(path: str, note: Note) -> str:
-    """Return why a key has no effect or is unavailable, for the reference; "" for implemented keys."""
+    """Return the reason why a key has no effect or is unavailable, for the reference; "" for implemented keys."""
     if note.status == "moot by design":
         return f"moot by design: {note.instead}"
     return outlook(path) if note.status == "not available yet" else ""

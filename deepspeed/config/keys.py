@@ -69,7 +69,7 @@ class Reading:
         return self.spelled.get(path, path)
 
     def find(self, path: str) -> Any:
-        """Return the value at a canonical path, or None if it was not given."""
+        """Return the value at a canonical path, or None if the value was not given."""
         here: Any = self.tree
         for part in path.split("."):
             here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None

@@ -381,7 +381,7 @@ class _Reading:
         return loaded["param"] if isinstance(loaded, dict) else loaded
 
     def _joined(self, rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return one rank's values and state of a group at stage 3; CheckpointError for sub-groups of two groups."""
+        """Return a rank's values and state of a group at stage 3; CheckpointError if several groups have sub-groups."""
         flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
         groups = len(rank["optimizer_state_dict"]["param_groups"])
         if len(flat) == groups:
@@ -398,7 +398,7 @@ class _Reading:
 
     @staticmethod
     def _scaler(saved: Any) -> dict[str, Any] | None:
-        """Return the state of this package's loss scaler from upstream's loss scaler; None if that one has no scale."""
+        """Return the state of this package's loss scaler from upstream's loss scaler; None without a scale."""
         values = vars(saved) if hasattr(saved, "__dict__") else {}
         if "cur_scale" not in values:
             return None

@@ -181,7 +181,7 @@ class UpstreamWriter:
         )
 
     def _whole(self, rows: list[ManifestEntry], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return unsharded values by name; empty except on rank 0 and at stage 3. Collective.
+        """Return unsharded values by name; empty on other ranks than 0 below stage 3. Collective.
 
         Args:
             rows: parameters or buffers.

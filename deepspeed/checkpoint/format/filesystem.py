@@ -90,7 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files, given their contents by path, and sync them to disk; files with `#!` become executable."""
+    """Write small files, given their contents by path, and sync them to disk; scripts (`#!`) become executable."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))

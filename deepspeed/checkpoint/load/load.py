@@ -96,7 +96,7 @@ def compare(
         view: the engine's tensors.
         source: the checkpoint.
         strict: raise if names differ.
-        elsewhere: names of parameters that are only on other ranks (pipeline stages).
+        elsewhere: names of parameters and buffers on all ranks (pipeline stages), which are not unexpected.
 
     Returns:
         Rows of the checkpoint by names in the model, and the result of the comparison.

@@ -253,7 +253,7 @@ def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
-    """Return the file entry of a tensor, which stays in memory until it is written."""
+    """Return the file entry of a tensor in memory; the entry keeps a reference to the values."""
     values = tensor.detach().contiguous()
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 

@@ -34,7 +34,7 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         The model.
 
     Raises:
-        CompressionError: the list does not exist, `keep` is empty, repeated or out of range, or the model cannot exist.
+        CompressionError: no such list exists, `keep` is empty, repeated or out of range, or the model cannot be built.
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
@@ -212,7 +212,7 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
 
 
 class InfluenceWatch:
-    """Hooks that sum 1 - cos(input, output) of each block over tokens.
+    """Hooks that sum 1 - cos(input, output) of each block over tokens; CompressionError if the two shapes differ.
 
     Args:
         blocks: list of blocks.
@@ -269,7 +269,7 @@ class Depth:
         section: `compression_training.layer_reduction`.
 
     Raises:
-        CompressionError: the list of blocks does not exist, or its model cannot have the kept blocks.
+        CompressionError: the list of blocks does not exist, or the model cannot have the kept layers.
     """
 
     def __init__(self, model: nn.Module, section: LayerReduction) -> None:

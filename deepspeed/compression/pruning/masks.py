@@ -113,7 +113,7 @@ class Masks:
                 self._attach(rule, optimizer)
 
     def _attach(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
-        """Set up a rule's groups, with dense masters if masks revive elements; CompressionError without gradients."""
+        """Set up a rule's groups (dense masters if masks revive weights); CompressionError if gradients are missing."""
         names = rule.names()
         if rule.criterion in ("movement", "taylor") and not any(self.of(name).trained for name in names):
             raise CompressionError(
@@ -218,11 +218,7 @@ class Masks:
     # -- new masks ----------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> list[CompressionRule]:
-        """Compute and apply the masks that are due after `step` applied steps. Collective.
-
-        Returns:
-            Rules with masks that have become final.
-        """
+        """Apply masks that are due after `step` applied steps; return the rules with newly final masks. Collective."""
         due = [rule for rule in self.rules if rule.name not in self.final and rule.due(step)]
         ended = []
         with torch.no_grad():

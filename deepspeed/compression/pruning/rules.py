@@ -65,7 +65,7 @@ class CompressionRule:
 
     @property
     def removable(self) -> bool:
-        """Whether the units can be removed: all coupled parameters are known, and the config can express the sizes."""
+        """Whether the rule has units that can be removed, because all coupled parameters are known."""
         return bool(self.families) and all(family.config is not False for family in self.families)
 
     def due(self, step: int) -> bool:
