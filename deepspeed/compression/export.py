@@ -45,7 +45,7 @@ def export(
         group_size: number of inputs per scale of int4.
 
     Returns:
-        `parameters`, `bytes` of the files, `weights` and `class`; also written to `compression.json` in the folder.
+        `parameters`, `bytes` of the weights, `weights` and `class`; also written to `compression.json` in the folder.
 
     Raises:
         CompressionError: `weights` is unknown, there is no Transformers config, `state` does not fit, or packing fails.

@@ -1,7 +1,7 @@
 """Live progress line of a run: step, loss, samples per second, remaining time, memory.
 
 A thread draws the line from a few fields that the loop sets, so the loop waits neither for the terminal nor for the
-loss on its device. Without a terminal, a plain line is written every few seconds.
+loss on its device. Without a terminal, a plain line is written every ten seconds by default.
 """
 
 from __future__ import annotations
