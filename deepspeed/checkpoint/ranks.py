@@ -25,7 +25,7 @@ class Ranks:
         self.group = group if group is not None or axis is None else axis.group
 
     def gather(self, local: Any) -> list[Any]:
-        """All-gather `local`: return all ranks' objects, in rank order; without a process group, copies of `local`."""
+        """All-gather `local`: return all ranks' objects, in rank order; without a process group, `local` for each."""
         if self.size == 1 or self.group is None:
             return [local] * self.size
         every: list[Any] = [None] * self.size

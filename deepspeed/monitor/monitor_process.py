@@ -62,7 +62,7 @@ class Feed:
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
-        """Send a line of JSON without waiting; up to 16 MiB that the pipe does not accept are sent with later lines."""
+        """Send a line of JSON without waiting; if the pipe is full, up to 16 MiB wait, and further lines are lost."""
         if self._writer is None or os.getpid() != self._run:  # a forked data loader worker has no monitor
             return
         if len(self._pending) + len(line) > _PENDING:

@@ -44,7 +44,7 @@ def place_of(folder: Path, tag: str) -> Path:
 
 
 def look(folder: Path, tag: str) -> CheckpointStatus:
-    """Return the status of a tag's checkpoint on this rank's disk; checksums of the tensor files are not verified."""
+    """Return the status of a tag's checkpoint on this rank's disk; only the manifest's checksum is verified."""
     path = place_of(folder, tag)
     if not path.is_dir():
         return CheckpointStatus(problem=f"there is no folder {path}")
