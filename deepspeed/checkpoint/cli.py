@@ -44,7 +44,7 @@ def list_tags(folder: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Read every byte of the native checkpoint in the folder of a tag, and yield a line of text for each defect."""
+    """Read every byte of the native checkpoint in the folder of a tag, and yield a line for each defective file."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
@@ -66,7 +66,7 @@ def verify(path: Path) -> Iterator[str]:
 def differences(first: Source, other: Source) -> Iterator[str]:
     """Yield a line of text for each difference between two checkpoints, which may be sharded differently.
 
-    Names, shapes, values and optimizer state of parameters are compared.
+    Names, shapes and values of parameters and buffers, and optimizer state of the parameter's shape, are compared.
     """
     ours, other_rows = ({row.name: row for row in source.manifest.rows} for source in (first, other))
     for name in sorted(ours.keys() ^ other_rows.keys()):

@@ -30,7 +30,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderSource(Source):
-    """Source of the tensors in one safetensors file, or in a folder with an index.
+    """Source of the tensors in a safetensors file, or in a folder with `model.safetensors` or an index.
 
     Args:
         path: the file or folder.
@@ -38,6 +38,7 @@ class FolderSource(Source):
 
     Raises:
         CheckpointMissingError: the folder has no weights.
+        CheckpointCorruptError: the index names files of other folders, or a file's header cannot be read.
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
@@ -87,7 +88,7 @@ class FolderSource(Source):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> int:
-    """Load weights into a model, in place; each rank reads only its shard. Collective.
+    """Load weights into a model, in place. Collective.
 
     Args:
         module: the model, plain or sharded by `zero.Init`.

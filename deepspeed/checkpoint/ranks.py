@@ -25,7 +25,7 @@ class Ranks:
         self.group = group if group is not None or axis is None else axis.group
 
     def gather(self, local: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order (all-gather)."""
+        """All-gather `local`: return all ranks' objects, in rank order; without a process group, `local` for each."""
         if self.size == 1 or self.group is None:
             return [local] * self.size
         every: list[Any] = [None] * self.size
@@ -34,7 +34,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Context that raises an error of one rank on all ranks, at its end. Collective.
+        """Context that raises an error of one rank, except CommError, on all ranks at its end. Collective.
 
         The failing rank raises its own error, the others CheckpointError with the text `what`.
         """

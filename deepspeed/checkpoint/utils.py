@@ -1,4 +1,4 @@
-"""Functions of `deepspeed.checkpoint.utils` that other programs import."""
+"""Copying of tensors for `torch.save`; other programs import this module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return a copy of nested containers in which every tensor has its own storage.
 
-    `torch.save` writes the whole storage of a tensor; after this, only the tensor's elements.
+    `torch.save` writes the whole storage of a view; of a copy, it writes only the elements of the view.
 
     Args:
         item: tensors in dicts, lists and tuples; other objects are not copied.

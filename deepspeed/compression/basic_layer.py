@@ -54,7 +54,7 @@ _compressed_classes: dict[type, type] = {}  # compressed class by original class
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Replace a module's class by a subclass that supports fake quantizers; none is added. Returns the module."""
+    """Replace a module's class in place by a subclass that supports fake quantizers. Returns the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module

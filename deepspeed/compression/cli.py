@@ -82,7 +82,7 @@ def load_model(path: str) -> tuple[nn.Module, Any]:
     """Return a Transformers model on the meta device and its config, for a folder or the path of a config file.
 
     Raises:
-        CompressionError: there is no config.json.
+        CompressionError: the file does not exist, or the model cannot be built.
     """
     import transformers
 
@@ -103,7 +103,7 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
     Args:
         model: on the meta device.
         config: its Transformers config.
-        kinds: some of `KINDS`; None: all that the model has.
+        kinds: some of `KINDS`; None: all, but `experts` only if the model has a number of experts.
         ratio: fraction of units kept.
 
     Returns:

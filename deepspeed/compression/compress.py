@@ -29,7 +29,7 @@ _LAST_STEP = 1 << 40  # a step after the end of every schedule
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
-    """Return a config as a dict; it may be a dict or the path of a JSON file.
+    """Return a config, which is a dict or the path of a JSON file, as a dict.
 
     Raises:
         ArgumentError: the config is neither.
@@ -93,7 +93,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
-    """Copy parameters of a teacher's layers into a student, as configured by `layer_reduction`; buffers are not copied.
+    """Copy parameters, not buffers, of teacher layers into a student (`layer_reduction`). Collective if sharded.
 
     Args:
         student_model: changed in place; its layer i gets the parameters of layer `teacher_layer[i]`.
@@ -142,9 +142,8 @@ def _copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
     """Apply masks and quantization permanently to the weights of a trained model, and remove pruned units.
 
-    Units are removed if all coupled parameters are known; otherwise they are zero.
-
-    Masks are recomputed from the magnitudes of the weights, since masked weights are zero after training.
+    Units are removed if all coupled parameters are known; otherwise their parameters become zero. Masks are recomputed
+    from the magnitudes of the weights, since masked weights are zero after training.
 
     Args:
         model: model with trained weights, not sharded; changed in place. Its engine (ZeRO stages 0 to 2) cannot be used
@@ -207,12 +206,13 @@ def get_module_name(
         group_name: name of the compression group, for the error message.
         model: model to search.
         key_word: regular expression; `*` matches all.
-        exist_module_name: names of earlier matches; the new ones are added.
+        exist_module_name: names of earlier matches; the new ones are added in place.
         mpu: no effect.
         verbose: no effect.
 
     Raises:
         ValueError: a module is in `exist_module_name` already.
+        CompressionError: no module matches.
     """
     names = [name for _, name, _ in matched(_inner(model), [key_word])]
     for name in names:
@@ -223,7 +223,7 @@ def get_module_name(
 
 
 def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu: Any = None) -> list[Any]:
-    """Return the modules and parameters of all enabled compression techniques.
+    """Return the modules and parameters of all enabled compression techniques except `layer_reduction`.
 
     Args:
         model: model to search.

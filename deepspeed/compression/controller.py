@@ -215,7 +215,11 @@ class Compression:
 
 
 class _InputNorms:
-    """Sums of squared inputs over tokens, recorded by hooks, for rules with the criterion `activation`."""
+    """Sums of squared inputs over tokens, recorded by hooks, for rules with the criterion `activation`.
+
+    Raises:
+        CompressionError: a rule selects an embedding or a grouped convolution.
+    """
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -264,7 +268,7 @@ class _InputNorms:
     def followed(
         self, model: nn.Module, rules: list[CompressionRule], removal: Removal, names: Mapping[str, str]
     ) -> _InputNorms:
-        """Return new sums for the model after a removal, restricted to the remaining inputs."""
+        """Remove these hooks, and return new ones after a removal, with the sums of the remaining inputs."""
         self.remove()
         norms = _InputNorms(model, rules)
         modules = dict(model.named_modules())

@@ -55,7 +55,7 @@ class Distiller:
         self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook that requests hidden states and attention maps from the student, if they are compared."""
+        """Forward pre-hook that requests the outputs to compare; CompressionError for attention that is not eager."""
         if not module.training:
             return None
         kwargs = dict(kwargs)
@@ -109,7 +109,7 @@ class Distiller:
                 hook.remove()
 
     def _layerwise(self, calls: list[_Call]) -> torch.Tensor:
-        """Compute the mean squared error of student layers that run on the inputs of their teacher layers."""
+        """Compute the mean squared error of student layers on teacher inputs; CompressionError if shapes differ."""
         lists = (
             list(module)  # found by the teacher's name, even with one remaining block
             for name, module in self.student.named_modules()
@@ -131,7 +131,7 @@ class Distiller:
 
     @staticmethod
     def _longest_list(model: Any) -> tuple[str, list[nn.Module]]:
-        """Return the name of the longest list of repeated blocks in a module or an engine, and the blocks."""
+        """Return name and blocks of the longest list of repeated blocks in a model; CompressionError if none."""
         lists = block_lists(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
         if not lists:
             raise CompressionError(
@@ -154,7 +154,7 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the student's loss and its distances from the teacher.
+        """Return the weighted sum of the student's loss and its distances from the teacher, without `layerwise`.
 
         Args:
             output: student's output, with `.logits`, and `.hidden_states` and `.attentions` if they are compared.
@@ -190,7 +190,7 @@ class Distiller:
         return torch.stack(errors).mean()
 
     def _layers(self, count: int, teacher_count: int) -> list[int]:
-        """Return the index of the teacher layer for each student layer: `distillation.layers`, or evenly spaced."""
+        """Return teacher layers by student layer: `distillation.layers` or evenly spaced; CompressionError if wrong."""
         named = self.section.layers
         if count == teacher_count and (named is None or len(named) != count):
             return list(range(count))  # layers are not removed yet

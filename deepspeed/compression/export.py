@@ -40,15 +40,15 @@ def export(
         model: provides class and config; its weights are not used.
         state: state dict of the unsharded model, with the values that its forward uses.
         folder: created if missing.
-        weights: `float`, `int8` (a scale per output row), `int4` (a scale per row and `group_size` inputs, with least
+        weights: `float`, `int8` (a scale per output row), `int4` (a scale per row and `group_size` inputs, with small
             squared error), or `w8a8`: int8 weights, and inputs rounded to 8 bits with a dynamic scale per token.
         group_size: number of inputs per scale of int4.
 
     Returns:
-        `parameters`, `bytes` of the files, `weights` and `class`; also written to `compression.json` in the folder.
+        `parameters`, `bytes` of the weights, `weights` and `class`; also written to `compression.json` in the folder.
 
     Raises:
-        CompressionError: `weights` is unknown, the model has no Transformers config, or the weights do not fit it.
+        CompressionError: `weights` is unknown, there is no Transformers config, `state` does not fit, or packing fails.
         NotAvailableError: compressed-tensors is needed for packed integers and not installed.
     """
     inner = inside(model)[1]
@@ -80,7 +80,7 @@ def export(
 
 
 def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
-    """Build a model of an unmodified class with these weights, in evaluation mode."""
+    """Build a model of an unmodified class with these weights, in eval mode; CompressionError if they do not fit."""
     small = sum(value.numel() for value in state.values()) < _SMALL
     model: Any = model_class(copy.deepcopy(config)) if small else on_meta(model_class, config)
     missing, unexpected = model.load_state_dict(dict(state), strict=False, assign=True)
@@ -110,7 +110,7 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:
-    """Run `_pack` in a separate process: in a distributed job, compressed-tensors would wait for all other ranks."""
+    """Run `_pack` in another process, because compressed-tensors would wait for all ranks; errors as in `export`."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
     with tempfile.TemporaryDirectory() as whole:

@@ -126,7 +126,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(values: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """Return `quantized`; in backward, `values` gets its gradient unchanged (straight-through estimator)."""
+    """Return `quantized`; in backward, `values` gets the gradient of the result (straight-through estimator)."""
     return _StraightThrough.apply(values, quantized)  # pyright: ignore[reportReturnType]
 
 
@@ -188,7 +188,7 @@ class TopKBinarizer(torch.autograd.Function):
         Args:
             inputs: scores.
             threshold: fraction of the scores, the largest ones, that get a one.
-            sigmoid: instead, scores with a sigmoid above `threshold` get a one.
+            sigmoid: True: scores with a sigmoid above `threshold` get a one instead.
         """
         if sigmoid:
             return (torch.sigmoid(inputs) > threshold).to(inputs.dtype)

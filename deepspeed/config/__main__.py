@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try_optimizer(config: DeepSpeedConfig) -> None:
-    """Check the arguments of the JSON's optimizer: create it like `initialize`, over one small matrix."""
+    """Check the arguments of the JSON's optimizer: create an optimizer like `initialize`, over one small matrix."""
     import torch
 
     from deepspeed.optim.build import build_configured

@@ -1,4 +1,4 @@
-"""Resolution of values that a configuration leaves open: "auto", the batch sizes, and the stage of a stored plan."""
+"""Resolution of values that a configuration leaves open: "auto", the batch sizes, and the values of a stored plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AutoRule:
     """Rule that resolves "auto" for one configuration key.
 
     Args:
-        find: computes the value; None: it is unknown.
+        find: function that returns the value; None: unknown.
         becomes: description of the value, for the configuration reference.
         needs: advice in the error for an unknown value; empty: the key's default is used.
     """
@@ -164,7 +164,7 @@ class BatchSizes:
 
 
 def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes | str:
-    """Derive missing (None) batch sizes for `world` data-parallel ranks; return an error text if they contradict."""
+    """Derive the None batch sizes for `world` data-parallel ranks; return an error text if that is impossible."""
     if train is None and micro is None:
         return (
             f"{TRAIN} or {MICRO} must be given: the other is derived from it and from the {world} rank(s) of this run"
@@ -195,7 +195,7 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
 def elastic_batch(
     block: Mapping[str, Any], triple: tuple[int | None, int | None, int | None], world: int
 ) -> BatchSizes | str:
-    """Compute the batch sizes of an `elasticity` block; its global batch is equal for all valid numbers of ranks.
+    """Compute the batch sizes of an `elasticity` block.
 
     Args:
         block: the block, as the user wrote it.
@@ -203,7 +203,7 @@ def elastic_batch(
         world: number of data-parallel ranks.
 
     Returns:
-        The batch sizes, or an error text if the block is invalid or `triple` has values.
+        The batch sizes, or an error text if the block is invalid or does not ignore values in `triple`.
     """
     if any(triple) and not block.get("ignore_non_elastic_batch_info", False):
         return (

@@ -23,7 +23,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     Unknown names are errors. The value "auto" means the field's default, unless `strict=True` is passed. A field with
     `"deprecated": True` in its `json_schema_extra` is accepted with one warning. With `"new_param": NAME` in addition
-    (dotted for fields in blocks), its value is converted by the function `"new_param_fn"` and moved to that field.
+    (dotted for fields in blocks), the field NAME also gets the value, converted by the optional `"new_param_fn"`.
 
     Raises:
         pydantic.ValidationError: a name, type or value is wrong; the error is a ValueError.
@@ -48,7 +48,7 @@ class DeepSpeedConfigModel(BaseModel):
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the input, prepared for validation.
 
-        Values "auto" are dropped, and values of deprecated fields are moved to the fields that replace them.
+        Without `strict=True`, values "auto" are dropped, and values of deprecated fields also set their new fields.
         """
         if data.get("strict") is True and "strict" not in cls.model_fields:
             return {name: value for name, value in data.items() if name != "strict"}
@@ -65,7 +65,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def _replace_deprecated(cls, taken: dict[str, Any], old: str, extras: dict[str, Any]) -> None:
-        """Move the value of a deprecated field to its new field."""
+        """Set the new field of a deprecated field in `taken`, in place; ValueError if both fields are given."""
         new: str = extras.get("new_param") or ""
         advice = extras.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
         warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
@@ -136,7 +136,7 @@ class Section(DeepSpeedConfigModel):
     """Base class of the blocks of the JSON: immutable, with strict names and types.
 
     `switch` is the dotted path, inside the block, of the key that enables the block. With `open_names`, an unknown name
-    is ignored with a warning, unless it resembles a key of the block.
+    in the JSON is ignored with a warning, unless the name resembles a key of the block.
     """
 
     model_config = ConfigDict(
@@ -157,7 +157,7 @@ class Section(DeepSpeedConfigModel):
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Replace aliases and deprecated names by canonical names, and enum members by their values."""
+        """Return a copy of the input with canonical names, values of enum members, and without "auto" values."""
         notes = {name: note_of(field) for name, field in cls.model_fields.items()}
         names = {old: name for name, note in notes.items() for old in (*note.aliases, *note.deprecated)}
         renamed = {names.get(name, name): value for name, value in super().respelled(data).items()}
@@ -184,7 +184,7 @@ def key(
         meaning: one-phrase description.
         aliases: other names, accepted without a warning.
         deprecated: old names, accepted with one warning.
-        limits: limits of pydantic's `Field` (`ge`, `gt`, `le`, `lt`).
+        limits: limits of pydantic's `Field`, such as `ge`, `lt` or `min_length`.
     """
     return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
 
@@ -204,7 +204,7 @@ def moot(
 
 
 def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:
-    """Define a key of an unavailable feature: values other than the default and `idle` are errors. See `key`."""
+    """Define a key of an unavailable feature: in an enabled block, only the default and `idle` are valid. See `key`."""
     return _field(default, Note(meaning, "not available yet", aliases=tuple(aliases), idle=tuple(idle)), limits)
 
 

@@ -1,4 +1,4 @@
-"""Resolved configuration of a run: parsed once, immutable, with the origin of every value."""
+"""Resolved configuration of a run: parsed once, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class DeepSpeedConfig:
         4
 
     Attributes:
-        raw: the user's configuration object, unchanged.
+        raw: the configuration as a dict, as the user wrote it.
         top: the validated configuration (`TopLevel`), with "auto" and the batch sizes resolved. The other attributes
-            are its values, some under other names (`zero` is `top.zero_optimization`).
+            are values of `top`, some under other names (`zero` is `top.zero_optimization`).
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class DeepSpeedConfig:
 
         Raises:
             ArgumentError: `world` is below 1.
-            BatchSizeError: the three batch sizes contradict each other.
-            NotAvailableError: a value needs a feature that is not available.
-            DeepSpeedConfigError: any other problem; the message lists all of them.
+            BatchSizeError: the only problems are in the three batch sizes.
+            NotAvailableError: the only problems are features that are not available.
+            DeepSpeedConfigError: there are other problems, or several kinds; the message lists all problems.
         """
         if mpu is not None:
             world = getattr(mpu, "get_data_parallel_world_size", lambda: world)()
@@ -137,7 +137,7 @@ class DeepSpeedConfig:
         return 1 if section.enabled is False else section.size
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
-        """Return mesh sizes from the JSON as (axis, size, key); "dp": data-parallel ranks, "shard": dp_shard x sp."""
+        """Return mesh sizes from the JSON as (axis, size, key), except 1 for pp, sp, tp; "shard": dp_shard x sp."""
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
@@ -163,7 +163,7 @@ class DeepSpeedConfig:
         return section
 
     def get(self, path: str) -> Any:
-        """Return the resolved value at a JSON path; aliases are accepted. None inside a block that was not given.
+        """Return the resolved value at a JSON path; aliases are accepted. None inside a missing block.
 
         Raises:
             DeepSpeedConfigError: there is no such key.
@@ -181,14 +181,14 @@ class DeepSpeedConfig:
         return here
 
     def explain(self) -> list[ResolvedValue]:
-        """Return every resolved value with its origin, in the order of the configuration reference."""
+        """Return resolved values with origins, in the order of the configuration reference; unread values come last."""
         tolerated = self._reading.tolerated.items()
         ignored = [ResolvedValue(name, value, "given", "accepted and not read") for name, value in tolerated]
         return [*section_rows(self.top, self._reading), *ignored]
 
     @staticmethod
     def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
-        """Resolve the batch sizes; return None, and add a problem to `reading`, if one is wrong or they contradict."""
+        """Resolve the batch sizes; None, with a problem in `reading`, if one is wrong or the sizes contradict."""
         train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
         if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
             return None  # a part had a wrong type: it is reported already

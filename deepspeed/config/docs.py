@@ -93,7 +93,7 @@ def _block(key: Key) -> str:
 
 
 def _remark(path: str, note: Note) -> str:
-    """Return why a key has no effect or is unavailable, for the reference; "" for implemented keys."""
+    """Return the reason why a key has no effect or is unavailable, for the reference; "" for implemented keys."""
     if note.status == "moot by design":
         return f"moot by design: {note.instead}"
     return outlook(path) if note.status == "not available yet" else ""
@@ -118,7 +118,7 @@ class ResolvedValue:
     Attributes:
         path: JSON path.
         value: the resolved value.
-        origin: "given", "default", or "derived: …", "auto: …", "deprecated: old name".
+        origin: "given", "default", or "derived: …", "elasticity, …", "auto: …", "deprecated: old name".
         remark: reason why the key has no effect, is unavailable or is not read; "" for other keys.
     """
 
@@ -129,7 +129,7 @@ class ResolvedValue:
 
 
 def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator[ResolvedValue]:
-    """Yield the values of a section and its subsections, in the order of the reference; `path` is the section's."""
+    """Yield the values of a section and its subsections, in the order of the reference; `path`: the section's path."""
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value = getattr(section, name)

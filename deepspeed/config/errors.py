@@ -25,7 +25,7 @@ class Problem:
 
 
 def show(value: object) -> str:
-    """Format a value as JSON, shortened to 60 characters."""
+    """Format a value as JSON, shortened to 60 characters; a value that JSON cannot express as its type's name."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -39,7 +39,7 @@ def wrong(path: str, value: object, text: str) -> Problem:
 
 
 def nearest(name: str, section: type[Section]) -> str:
-    """Return a suggestion for an unknown key of a section: its correct block, or the most similar name."""
+    """Return a suggestion for an unknown key of a section: its correct block, the most similar name, or the keys."""
     siblings = spellings(section)
     homes = [path for path in _homes(name) if path]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
@@ -88,7 +88,7 @@ def _homes(name: str) -> list[str]:
 
 
 def raise_for(problems: Sequence[Problem]) -> None:
-    """Raise one error that lists all problems.
+    """Raise one error that lists all problems, if there are any.
 
     Raises:
         BatchSizeError: every problem is about the three batch sizes.

@@ -69,7 +69,7 @@ class Reading:
         return self.spelled.get(path, path)
 
     def find(self, path: str) -> Any:
-        """Return the value at a canonical path, or None if it was not given."""
+        """Return the value at a canonical path, or None if the value was not given."""
         here: Any = self.tree
         for part in path.split("."):
             here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
@@ -80,7 +80,7 @@ class Reading:
         return any(self.find(f"{section}.enabled") is True for section in sections)
 
     def put(self, path: str, value: object, origin: str) -> None:
-        """Set a value and its origin, and create missing blocks; do nothing if a parent is not a block."""
+        """Set a value and its origin, and create missing blocks; if a parent is not a block, only the origin is set."""
         here: Any = self.tree
         *blocks, last = path.split(".")
         for block in blocks:
@@ -126,7 +126,7 @@ class Reading:
         return reading
 
     def _take_apex(self, settings: dict[str, Any]) -> None:
-        """Replace `amp` (NVIDIA Apex, which is no longer maintained) by torch's autocast."""
+        """Replace an enabled `amp` (NVIDIA Apex) by torch's autocast in bf16, in place; `opt_level` O0 only warns."""
         block = settings.get("amp")
         if not isinstance(block, dict):
             return
@@ -150,7 +150,7 @@ class Reading:
             )
 
     def _take_clipping(self, settings: dict[str, Any]) -> None:
-        """Move `max_grad_norm` from the optimizer's arguments to `gradient_clipping`; optimizers do not accept it."""
+        """In `settings`, move the optimizer's `max_grad_norm` to `gradient_clipping`, or delete it if both exist."""
         optimizer = settings.get("optimizer")
         params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
         if not isinstance(params, dict) or "max_grad_norm" not in params:

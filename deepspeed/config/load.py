@@ -20,7 +20,7 @@ def load_raw(config: object) -> dict[str, Any]:
     """Load the configuration as the user wrote it.
 
     Args:
-        config: a dict (returned unchanged), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
+        config: a dict (returned as it is), a mapping, the path of a JSON or HJSON file, or urlsafe base64 of JSON.
 
     Raises:
         DeepSpeedConfigError: the argument has another type, the file cannot be read, or the JSON is invalid, has

@@ -1,4 +1,4 @@
-"""Reasons why keys are unavailable: the feature that will add a key, or why it is refused permanently."""
+"""Reasons why keys are unavailable: the feature that will add a key, or the reason of a permanent refusal."""
 
 from __future__ import annotations
 

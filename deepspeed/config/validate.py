@@ -41,7 +41,7 @@ def pattern_of(text: str) -> tuple[str, int, int] | None:
 
 
 def compression_conflicts(section: CompressionTraining, training: QuantizeTraining) -> Iterator[Problem]:
-    """Yield contradictions between values of `compression_training` and `quantize_training`."""
+    """Yield missing, invalid and contradictory values of `compression_training` and `quantize_training`."""
     base = "compression_training"
     for name, technique in section.pruning.items():
         if technique.shared_parameters.enabled:
@@ -140,7 +140,7 @@ _LIMITS = {
 
 
 def to_sections(reading: Reading) -> TopLevel:
-    """Create the typed sections; values of a wrong type or range add problems to `reading` and become defaults."""
+    """Create the typed sections; values of a wrong type or range become defaults, and problems in `reading`."""
     while True:
         try:
             top = TopLevel.model_validate(reading.tree)
@@ -159,7 +159,7 @@ def to_sections(reading: Reading) -> TopLevel:
 
 
 def _without_effect(section: Section, reading: Reading, path: str = "") -> Iterator[str]:
-    """Yield a line for each invalid size (such as 0) of a key that has no effect."""
+    """Yield a line for each number of 0 or below, except the default, of a key that has no effect."""
     for name, field in type(section).model_fields.items():
         value, here, note = getattr(section, name), f"{path}.{name}" if path else name, note_of(field)
         if isinstance(value, Section):
@@ -211,7 +211,7 @@ def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
 
 
 def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) -> Iterator[Problem]:
-    """Yield contradictions between values that are valid alone.
+    """Yield contradictions between values that are valid alone, and missing values that others need.
 
     Args:
         top: the typed sections.
@@ -286,7 +286,7 @@ def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Itera
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each value of a section, at JSON path `path`, that requests an unavailable feature."""
+    """Yield problems for values of a section, at JSON path `path`, that request unavailable features."""
     if section.switch:  # is the key that turns the block on away from its default?
         *blocks, switch = section.switch.split(".")
         block = section

@@ -67,7 +67,7 @@ class Monitor(abc.ABC):
 
         Args:
             event_list: (name, value, step) tuples, or `Event`s.
-            flush: accepted for old scripts without effect; every write is flushed.
+            flush: accepted for old scripts without effect.
         """
         now = time.time()
         self.write([Event(str(e[0]), float(e[1]), int(e[2]), e[3] if len(e) > 3 else now) for e in event_list])

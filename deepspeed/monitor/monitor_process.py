@@ -1,7 +1,7 @@
 """Process that writes a monitor's events, and the pipe to it.
 
-The process reads lines of JSON from standard input: first the configuration block, its values and a time
-limit; then lists of events. An empty line, or the end of the input if the run was killed, ends it. A thread reads the
+The process reads lines of JSON from standard input: first the configuration block, its values and a time limit; then
+lists of events. An empty line, or the end of the input if the run was killed, ends the process. A thread reads the
 lines, so the run never waits for a package that imports, blocks or contacts a server.
 """
 
@@ -62,7 +62,7 @@ class Feed:
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
-        """Send a line of JSON without waiting; bytes that the pipe does not accept are sent with the next line."""
+        """Send a line of JSON without waiting; if the pipe is full, up to 16 MiB wait, and further lines are lost."""
         if self._writer is None or os.getpid() != self._run:  # a forked data loader worker has no monitor
             return
         if len(self._pending) + len(line) > _PENDING:
@@ -110,7 +110,7 @@ class Feed:
 
     @staticmethod
     def close_all(feeds: list[Feed]) -> None:
-        """Close feeds in parallel, within 30 s."""
+        """Close feeds in parallel, within about 30 s, and empty the list."""
         deadline = time.monotonic() + LIMIT
         for feed in feeds:
             feed.send(b"\n")

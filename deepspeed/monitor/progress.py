@@ -1,7 +1,7 @@
 """Live progress line of a run: step, loss, samples per second, remaining time, memory.
 
 A thread draws the line from a few fields that the loop sets, so the loop waits neither for the terminal nor for the
-loss on its device. Without a terminal, a plain line is written every few seconds.
+loss on its device. Without a terminal, a plain line is written every ten seconds by default.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Progress:
     # -- called by the loop; each is some assignments --------------------------------------------------------------
 
     def on_loss(self, loss: Any) -> None:
-        """Store a loss, a number or one-element tensor; it is read when the next line is drawn."""
+        """Store a loss, a number or one-element tensor, which is read when the next line is drawn."""
         self._loss = loss
 
     def on_batch(self) -> None:
@@ -127,7 +127,7 @@ class Progress:
         return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
 
     def _left(self) -> float | None:
-        """Return the seconds until the last batch at the recent rate; None if the number of batches is unknown."""
+        """Return the seconds until the last batch at the recent rate; None if this is unknown."""
         (since, before, _), (until, done, _) = self._seen[0], self._seen[-1]
         if self._total is None or done <= before:
             return None

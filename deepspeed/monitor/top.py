@@ -46,7 +46,7 @@ class LivePage:
         self._process = os.getpid()
 
     def write(self, facts: dict[str, Any]) -> None:
-        """Replace the content of the page by `facts`, JSON values by name; does nothing if they exceed 4 KiB."""
+        """Replace the content of the page by `facts` (JSON values by name), time and process, if these fit in 4 KiB."""
         if os.getpid() != self._process:  # a forked data loader worker
             return
         data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()
@@ -78,7 +78,7 @@ def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _is_gone(page: dict[str, Any]) -> bool:
-    """Return whether a page's process ran on this host and has ended without `destroy`."""
+    """Return whether a page's process ran on this host and has ended."""
     if page.get("host") != socket.gethostname():
         return False
     try:
@@ -91,7 +91,7 @@ def _is_gone(page: dict[str, Any]) -> bool:
 
 
 def table(folder: Path, now: float | None = None) -> str:
-    """Format one line for each rank, and one for the run.
+    """Format the status of a run as text: a line for each rank, and a summary.
 
     Args:
         folder: folder of the run: `output_path`/`job_name` of a monitor's configuration.

@@ -1,1 +1,1 @@
-"""Readers and writers for checkpoint formats of other libraries."""
+"""Reading and writing of upstream DeepSpeed's checkpoint layout, and conversion to full weights."""

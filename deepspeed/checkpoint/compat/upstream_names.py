@@ -58,7 +58,7 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int, tp_rank: int) 
 class TorchCheckpointEngine:
     """Writer and reader of single files with `torch.save` and `torch.load`, for programs that import it.
 
-    The engine of this package does not use it.
+    The engine of this package saves and loads without this class.
     """
 
     def __init__(self, config_params: Any = None) -> None:

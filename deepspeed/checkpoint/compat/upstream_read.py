@@ -84,12 +84,12 @@ def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
     Args:
         path: folder of one tag, from ZeRO stages 0 to 3 or in the universal format.
         trained: names of the trained parameters in the order of the engine's optimizer, because stage-0 files contain
-            only their numbers; without names, their optimizer state is not read.
+            only their numbers; empty: the optimizer state of stage 0 is not read.
 
     Raises:
         CheckpointMissingError: a file is missing.
-        CheckpointCorruptError: a file cannot be read, or files of some ranks are missing.
-        CheckpointError: the checkpoint is from several model-parallel ranks, or does not fit `trained`.
+        CheckpointCorruptError: a file cannot be read, or files of some ranks or experts are missing.
+        CheckpointError: the checkpoint is of several model-parallel ranks, does not fit `trained` or has unsafe types.
     """
     return _Reading(path, list(trained)).source()
 
@@ -306,7 +306,7 @@ class _Reading:
         self.optimizer = {"groups": settings, "scaler": scaler}
 
     def _rest(self, models: list[dict[str, Any]]) -> None:
-        """Add the buffers and the frozen parameters, which may be sharded over the model files."""
+        """Add frozen parameters, which may be sharded over the model files, and the tensors that have no row yet."""
         model = models[0]
         frozen = model.get("frozen_param_shapes") or {}
         for name, shape in frozen.items():
@@ -332,7 +332,7 @@ class _Reading:
         """Read the files of single experts: one for each layer and expert or, in the old format, for each expert.
 
         Args:
-            counts: number of experts of each layer, from the model file.
+            counts: number of experts of each layer, to raise CheckpointCorruptError for missing files; None: no check.
         """
         files = {
             (int(match.group(1) or 0), int(match.group(2))): file
@@ -373,7 +373,7 @@ class _Reading:
 
     @staticmethod
     def _cut(value: Any, part: torch.Tensor) -> bool:
-        """Whether a state tensor is sharded like the values `part`; it may be longer, by padding."""
+        """Whether a state tensor is sharded like the values `part`; the state tensor may be longer, by padding."""
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
 
     @staticmethod
@@ -381,7 +381,7 @@ class _Reading:
         return loaded["param"] if isinstance(loaded, dict) else loaded
 
     def _joined(self, rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return one rank's flat values and state of an optimizer group at stage 3; sub-groups are concatenated."""
+        """Return a rank's values and state of a group at stage 3; CheckpointError if several groups have sub-groups."""
         flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
         groups = len(rank["optimizer_state_dict"]["param_groups"])
         if len(flat) == groups:
@@ -398,7 +398,7 @@ class _Reading:
 
     @staticmethod
     def _scaler(saved: Any) -> dict[str, Any] | None:
-        """Convert the attributes of upstream's loss scaler to the state of this package's loss scaler."""
+        """Return the state of this package's loss scaler from upstream's loss scaler; None without a scale."""
         values = vars(saved) if hasattr(saved, "__dict__") else {}
         if "cur_scale" not in values:
             return None

@@ -1,4 +1,4 @@
-"""Writer of a checkpoint in upstream DeepSpeed's layout beside the native files, and of small files for its tools.
+"""Writer of a checkpoint in upstream DeepSpeed's layout beside the native files, and of files for upstream's tools.
 
 The two layouts are sharded differently, so each rank reads its part of upstream's layout from the native files, after
 these were written.
@@ -181,7 +181,7 @@ class UpstreamWriter:
         )
 
     def _whole(self, rows: list[ManifestEntry], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return unsharded values by name, on the ranks that write a model file (all at stage 3, else rank 0).
+        """Return unsharded values by name; empty on other ranks than 0 below stage 3. Collective.
 
         Args:
             rows: parameters or buffers.
@@ -220,7 +220,7 @@ class UpstreamWriter:
         }
 
     def _fragments(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of every frozen parameter, at stage 3; the last part is padded."""
+        """Return this rank's part of every frozen parameter by name, at stage 3, padded at the end. Collective."""
         fragments, wanted = {}, []
         for row in self.frozen:
             step = -(-row.numel // self.ranks.size)
@@ -232,7 +232,7 @@ class UpstreamWriter:
     # -- optimizer ------------------------------------------------------------------------------------------------
 
     def _keys(self, group: list[ManifestEntry]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Return the optimizer state of a group: dtypes of its sharded tensors by key, and its plain values by key."""
+        """Return dtypes of sharded tensors, and plain values, by key, of the first optimizer state in a group."""
         decoder = Decoder(lambda _: torch.empty(0))
         for row in group:
             rule = self.source.manifest.state_of(row)
@@ -245,7 +245,7 @@ class UpstreamWriter:
         return {}, {}
 
     def _plain_optimizer(self) -> dict[str, Any] | None:
-        """Return the optimizer's state dict at stage 0, with master weights if the model computes in 16 bits."""
+        """Return rank 0's optimizer state dict at stage 0, with master weights for 16-bit models. Collective."""
         state: dict[int, dict[str, Any]] = {}
         masters, numbers, number = [], [], 0
         for group in self.groups:
@@ -306,7 +306,7 @@ class UpstreamWriter:
         return self._step(group) * self.ranks.size - sum(row.numel for row in group) if last else 0
 
     def _by_group(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's part of a group's concatenated parameters at stages 1 and 2.
+        """Return this rank's part of a group's concatenated parameters at stages 1 and 2. Collective.
 
         Master weights have no padding at the end; optimizer states have.
         """
@@ -322,7 +322,7 @@ class UpstreamWriter:
         return flat
 
     def _by_parameter(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's parts of a group's parameters at stage 3, concatenated; the last part is padded."""
+        """Return this rank's parts of a group's parameters at stage 3, padded and concatenated. Collective."""
         steps = [-(-row.numel // self.ranks.size) for row in group]
         flat, wanted, offset = torch.zeros(sum(steps), dtype=dtype), [], 0
         for row, step in zip(group, steps, strict=True):

@@ -63,7 +63,7 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 class GatheredTensor:
-    """Lazy tensor of a checkpoint, with `shape` and `dtype`; each call of `contiguous()` reads and returns it.
+    """Lazy tensor of a checkpoint, with `shape` and `dtype`; each call of `contiguous()` reads and returns the values.
 
     Args:
         source: the checkpoint.

@@ -1,1 +1,1 @@
-"""File format and file names of native checkpoints, independent of the engine."""
+"""File format and file names of native checkpoints."""

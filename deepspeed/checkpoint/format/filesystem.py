@@ -1,4 +1,4 @@
-"""File operations of checkpoints. Every change on disk is a method of `FileSystem`, so that tests can make it fail."""
+"""File operations of checkpoints; tests replace `current` to make an operation fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FileSystem:
     """File operations of a save; tests replace the object `current`."""
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder and its parents."""
+        """Create a folder and its parents; an existing folder is kept."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
@@ -38,7 +38,7 @@ class FileSystem:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`. The kernel starts to write to disk at once, so that `sync` is short."""
+        """Write all of `data` at byte `offset`. On Linux, writing to disk starts at once, so that `sync` is short."""
         first = offset
         while len(data):
             done = os.pwrite(fd, data, offset)
@@ -59,11 +59,11 @@ class FileSystem:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a file atomically, replacing an existing one."""
+        """Rename a file or folder atomically; an existing file `new` is replaced."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with its contents."""
+        """Remove a folder with its contents, or a file if it exists."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -80,7 +80,7 @@ current = FileSystem()
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Context with the descriptor of a new file, which is synced to disk and closed on exit."""
+    """Context with the descriptor of an empty file, which is closed on exit and, without an error, synced to disk."""
     fd = current.create(path)
     try:
         yield fd
@@ -90,7 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files, given their contents by path; sync them together, which costs one commit of the journal."""
+    """Write small files, given their contents by path, and sync them to disk; scripts (`#!`) become executable."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))
@@ -99,7 +99,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def checked_tag(tag: object) -> str:
-    """Return the tag as text; raise CheckpointError if it is not a plain, visible folder name."""
+    """Return the tag as text; CheckpointError if the text is no plain, visible folder name or names a `latest` file."""
     text = str(tag)
     if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
         raise CheckpointError(

@@ -49,7 +49,7 @@ class Encoder:
             path: name of the value in errors, such as `client_state['loops']`.
 
         Raises:
-            CheckpointError: a value contains itself, or has no JSON form.
+            CheckpointError: a value contains itself, or has no JSON form while `pickled` is None.
         """
         kind = type(value)
         if value is None or kind in (bool, int, str):

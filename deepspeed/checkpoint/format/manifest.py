@@ -43,7 +43,7 @@ def rank_file(rank: int) -> str:
 
 
 def entry_name(field_: str, name: str) -> str:
-    """Return the name of a field (`value`, `gradient`, `state/<key>`) of a parameter in a rank's file."""
+    """Return the name of a field (`value`, `gradient`, `state/<key>`, `round`) of a parameter or buffer in a file."""
     return f"{field_}/{name}"
 
 
@@ -116,7 +116,7 @@ class CutGroup:
     Args:
         rows: indices of the tensors in `Manifest.rows`.
         boxes: box of each tensor.
-        rule: `equal`: slices of equal length; `between`: cuts only between tensors.
+        rule: `equal`: slices of equal length; `between`: cuts only between tensors; `first`: all in slice 0.
         files: name of the file with slice r, for each r.
         stored: False for tensors that another group stores; empty: all are stored here.
         states: optimizer state of each tensor, as in `ManifestEntry`; empty: those of the rows.
@@ -135,7 +135,7 @@ class CutGroup:
         return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
 
     def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, RegionRange]]:
-        """Yield the stored pieces of a tensor, as (file, range of the box without padding).
+        """Yield the stored pieces with wanted elements of a tensor, as (file, range of the box without padding).
 
         Args:
             index: index of the tensor in the group.
@@ -200,10 +200,7 @@ class Manifest:
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """Return the optimizer state of a parameter, or of one of its boxes if the boxes have different states.
-
-        None if there is no optimizer state.
-        """
+        """Return the optimizer state layout of a parameter, or of its `box` if boxes differ; None without a state."""
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]

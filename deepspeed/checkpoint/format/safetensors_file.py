@@ -108,7 +108,7 @@ class Seal:
 
 
 def file_bytes(entries: Iterable[TensorToWrite]) -> int:
-    """Return an upper estimate of the bytes of a file with these tensors, including checksums and header."""
+    """Return an estimate of the length in bytes of a file with these tensors, including checksums and header."""
     listed = list(entries)
     body = sum(entry.nbytes for entry in listed)
     return body + 4 * (body // BLOCK + 2) + sum(200 + len(entry.name) for entry in listed) + 4096
@@ -122,7 +122,7 @@ def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[s
 
     Args:
         path: path of the new file.
-        entries: tensors; large CPU tensors are written without a copy.
+        entries: tensors, in any order.
         metadata: strings for the `__metadata__` of the header.
 
     Returns:
@@ -166,7 +166,7 @@ class _BodyWriter:
     Args:
         fd: descriptor of the file.
         base: offset of the first tensor byte in the file.
-        blocks: number of blocks.
+        blocks: number of checksums in the table.
     """
 
     def __init__(self, fd: int, base: int, blocks: int) -> None:
@@ -323,17 +323,17 @@ class TensorFile:
         return tensor
 
     def verify(self) -> None:
-        """Read every byte and check the checksums.
+        """Read all tensors and check their checksums, if the file has checksums.
 
         Raises:
-            CheckpointCorruptError: a block differs; the message names its tensors.
+            CheckpointCorruptError: a block differs; the message names up to four of the block's tensors.
         """
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
             self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
 
     def _fill(self, fd: int, block: torch.Tensor, begin: int) -> None:
-        """Read the block that starts at byte `begin` into `block`, and check its checksum."""
+        """Fill `block` from byte `begin` of the file; CheckpointCorruptError if the file ends or a checksum differs."""
         buffer, done = block.numpy().data, 0
         while done < len(buffer):
             got = os.preadv(fd, [buffer[done:]], begin + done)
@@ -357,7 +357,7 @@ class TensorFile:
             yield start, min(start + BLOCK, self._end if self._table else end)
 
     def read_blocks(self, blocks: list[Block]) -> None:
-        """Read blocks, in ascending order, and copy them to their destinations.
+        """Read blocks in the given order, and copy their ranges to the destinations.
 
         A separate descriptor lets the kernel read ahead for each caller.
         """
@@ -461,7 +461,7 @@ Block = tuple[int, int, list[Range]]  # first byte in the file, one past the las
 
 
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
-    """Read ranges of files into their destinations, with several threads.
+    """Read ranges of files into their destinations, with up to four threads.
 
     Raises:
         CheckpointCorruptError: the checksum of an affected block differs, or a file is too short.

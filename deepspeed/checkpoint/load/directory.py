@@ -20,9 +20,9 @@ class CheckpointStatus:
 
     Args:
         kind: `native`, or `foreign` for upstream's layout; "": nothing that can be loaded.
-        problem: reason why nothing can be loaded.
-        saved_at: time of the save, in ns since 1970.
-        crc32: CRC-32 of the manifest file.
+        problem: reason why nothing can be loaded; "": none.
+        saved_at: time of a native save, in ns since 1970.
+        crc32: CRC-32 of the manifest file of a native save.
         absent: files of the manifest that are missing or have another length.
     """
 
@@ -34,7 +34,7 @@ class CheckpointStatus:
 
 
 def place_of(folder: Path, tag: str) -> Path:
-    """Return the folder of a tag or, after a crash between the two renames of a save, its complete hidden folder."""
+    """Return the folder of a tag or, if an interrupted save left only a complete hidden folder, the hidden folder."""
     final = folder / tag
     if not final.exists():
         for other in (filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)):
@@ -44,7 +44,7 @@ def place_of(folder: Path, tag: str) -> Path:
 
 
 def look(folder: Path, tag: str) -> CheckpointStatus:
-    """Return the status of a tag's checkpoint on this rank's disk; file contents are not verified."""
+    """Return the status of a tag's checkpoint on this rank's disk; only the manifest's checksum is verified."""
     path = place_of(folder, tag)
     if not path.is_dir():
         return CheckpointStatus(problem=f"there is no folder {path}")
@@ -73,7 +73,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def tags_of(folder: Path) -> list[str]:
-    """Return the sorted tags in a folder, including those of an interrupted save; empty without the folder."""
+    """Return the sorted tags in a folder, including those of interrupted saves; empty if the folder does not exist."""
     if not folder.is_dir():
         return []
     tags = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
@@ -82,7 +82,7 @@ def tags_of(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path, name: str) -> str | None:
-    """Return the tag in the file `name` (such as `latest`); None if there is none."""
+    """Return the tag in the file `name` (such as `latest`); None without a file or a valid tag."""
     try:
         return filesystem.checked_tag((folder / name).read_text().strip())
     except (OSError, UnicodeDecodeError, CheckpointError):
@@ -90,7 +90,7 @@ def read_latest(folder: Path, name: str) -> str | None:
 
 
 class Finder:
-    """Lookup of a checkpoint by all ranks. Methods are collective and return the same checkpoint on every rank.
+    """Lookup of a checkpoint by all ranks; `named`, `latest` and `newest` are collective and return equal results.
 
     Args:
         folder: folder that contains the tags.
@@ -103,16 +103,16 @@ class Finder:
         self.skipped: dict[str, str] = {}
 
     def named(self, tag: str) -> Source | Path:
-        """Return the checkpoint of a tag, or its folder if it is in upstream's layout.
+        """Return the checkpoint of a tag, or the folder of the tag if the checkpoint is in upstream's layout.
 
         Raises:
             CheckpointMissingError: there is no such tag, or no rank can read one of its files.
-            CheckpointCorruptError: the manifest cannot be read.
+            CheckpointCorruptError: the manifest cannot be read, or only some ranks have upstream's layout.
         """
         return self._open(tag, self.ranks.gather(look(self.folder, tag)))
 
     def latest(self, name: str = filesystem.LATEST) -> str | None:
-        """Return the tag in the `latest` file of the first rank that has one."""
+        """Return the tag in the file `name` of the first rank that has one; None if no rank has one."""
         return next((tag for tag in self.ranks.gather(read_latest(self.folder, name)) if tag), None)
 
     def newest(self, without: set[str]) -> Source | None:

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an engine's tensors, in place; each rank reads only its shard."""
+"""Loading of a checkpoint into an engine's tensors, in place."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Loaded:
         missing: names that only the model has.
         unexpected: names that only the checkpoint has.
         left_out: names of frozen parameters that were saved without values.
-        elements: number of loaded elements of the global tensors.
-        total: number of elements of the model's global tensors.
+        elements: number of loaded elements, of the global tensors.
+        total: number of elements of the global tensors of this rank's module.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, row in the checkpo
 
 
 def _read(source: Source, slots: Slots) -> None:
-    """Read into slots that are in memory. Collective."""
+    """Read elements into destinations that are in memory. Collective."""
     with torch.no_grad():
         wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
         source.read([ReadRequest(*arguments) for arguments in wanted])
@@ -61,13 +61,13 @@ def _read(source: Source, slots: Slots) -> None:
 def _read_all(
     view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
 ) -> None:
-    """Read the slots of all groups: those in memory together, those of offloaded groups group by group. Collective.
+    """Read the elements of all groups: groups in memory together, offloaded groups one by one. Collective.
 
     Args:
         view: the engine's tensors.
         source: the checkpoint.
-        slots_of: function that returns the slots of a group; it is called while the group is in memory.
-        more: slots of tensors without a group.
+        slots_of: function that returns the destinations of a group, called while the group is in memory.
+        more: destinations of tensors without a group.
         rounded: round master weights to the dtype of the parameters.
     """
 
@@ -96,7 +96,7 @@ def compare(
         view: the engine's tensors.
         source: the checkpoint.
         strict: raise if names differ.
-        elsewhere: names of parameters that are only on other ranks (pipeline stages).
+        elsewhere: names of parameters and buffers on all ranks (pipeline stages), which are not unexpected.
 
     Returns:
         Rows of the checkpoint by names in the model, and the result of the comparison.
@@ -144,7 +144,7 @@ def load_values(
         view: the engine's tensors.
         source: the checkpoint.
         rows: result of `compare`.
-        settings: saved settings of each optimizer group; the optimizer state is loaded too. None: it is not loaded.
+        settings: saved settings of each optimizer group, to load the optimizer too; None: no optimizer state is loaded.
         rounded: round the master weights to the dtype of the parameters.
     """
 
@@ -217,7 +217,7 @@ def check_optimizer(
 
 
 def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
-    """Create a group's optimizer states in the saved layout, and return the slots of their tensors, to be read."""
+    """Create a group's optimizer states in the saved layout, and return the destinations of their tensors."""
     slots, decoder = [], Decoder(lambda _: torch.empty(0))
     for member in (member for member in group.members if member.name in rows):
         row = rows[member.name]
@@ -293,7 +293,7 @@ def load_window(
 
 
 def _add_rounds(view: StateView, source: Source) -> list[str]:
-    """Add gradients that had not been reduced at the save to this rank's reduced gradients.
+    """Add gradients that had not been reduced at the save to this rank's reduced gradients. Collective.
 
     Returns the names of this rank's parameters with a gradient.
     """

@@ -97,7 +97,7 @@ class Source:
     """Interface of checkpoint sources.
 
     Args:
-        path: folder or file, for messages.
+        path: folder or file of the checkpoint.
         manifest: names, shapes and sharding of the tensors.
     """
 
@@ -109,26 +109,26 @@ class Source:
         raise NotImplementedError
 
     def most(self, count: int) -> int:
-        """Return the maximum of `count` over all reading ranks. Collective over the ranks that share the source."""
+        """Return the maximum of `count` over the ranks that share the source. Collective over these ranks."""
         return count
 
     def state(self) -> dict[str, Any]:
-        """Return the small state of the run, by section, such as `engine` and `client_state`."""
+        """Return the small state of the run, by section, such as `engine` and `client_state`. Collective as `read`."""
         raise NotImplementedError
 
     def private(self, rank: int) -> dict[str, Any]:
-        """Return the state that only one rank of the saving run had; empty if there is none."""
+        """Return the state that only `rank` of the saving run had; empty if there is none. Collective as `read`."""
         return {}
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read tensors that only `rank` of the saving run had into the tensors `wanted`, by name in the file."""
+        """Read tensors of the saving run's rank `rank` into `wanted`, by name in the file. Collective as `read`."""
 
     def whole(self, name: str, field_: str = "value") -> torch.Tensor:
-        """Return a full tensor in its global shape and stored dtype.
+        """Return a full tensor on the CPU, in its global shape and stored dtype. Collective as `read`.
 
         Args:
             name: name of the parameter or buffer.
-            field_: `value`, or `state/<key>` for a tensor of the optimizer state.
+            field_: `value`, or `state/<key>` for an optimizer state tensor of the parameter's shape.
 
         Raises:
             CheckpointError: the checkpoint does not contain the name.
@@ -149,7 +149,7 @@ class NativeSource(Source):
 
     Args:
         path: folder of the tag.
-        manifest: its manifest.
+        manifest: manifest of the checkpoint.
         ranks: ranks that read together.
         seen: names of the files that each rank can read; other files are read by a rank that can, and sent.
         allow_pickle: allow unpickling of client state (`checkpoint.client_state_pickle`).
@@ -167,7 +167,7 @@ class NativeSource(Source):
         """Read elements into their destinations and check the checksums. Collective.
 
         Raises:
-            CheckpointCorruptError: a checksum differs, or a file is shorter than its manifest says.
+            CheckpointCorruptError: a checksum differs, or a file is shorter than the manifest says.
             CheckpointMissingError: no rank can read a file.
         """
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
@@ -298,7 +298,7 @@ class NativeSource(Source):
 
 
 def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:
-    """Return the error for files that no rank can read; its message names the host that wrote each file."""
+    """Return the error for files that no rank can read; the message names up to eight files and their hosts."""
     hosts = manifest.about.get("hosts", [])
     homes = {rank_file(rank): host for rank, host in enumerate(hosts)}
     listed = ", ".join(f"{name} (written by host {homes.get(name, hosts[0] if hosts else '?')})" for name in names[:8])
@@ -356,7 +356,7 @@ class TensorSource(Source):
 
 
 def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
-    """Return a source of the tensors in a state dict; `what` describes it in messages."""
+    """Return a source of the tensors in a state dict, without its other values; `what` names the dict in messages."""
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
         ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)

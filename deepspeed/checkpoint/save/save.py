@@ -47,9 +47,9 @@ class Contents:
     """Contents of a checkpoint to save.
 
     Args:
-        captured: tensors of this rank.
+        captured: tensors and private state of this rank.
         state: small state of the run (counters, schedules, client state); that of rank 0 is saved.
-        about: JSON values for the manifest.
+        about: JSON values for the manifest; `aliases` is required.
         small_files: small files for readers of other formats, by name; those of rank 0 are saved.
         allow_pickle: pickle objects in `state` that have no JSON form, instead of raising an error.
     """
@@ -121,10 +121,10 @@ class Saving:
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
-        """Check the tag and the free disk space, and create the staging folder. Collective.
+        """Check tag and free disk space, clear an interrupted save of the tag, create the staging folder. Collective.
 
         Raises:
-            CheckpointError: the disk is too full, or tags differ and `check_tag` is `Fail`. Nothing was written.
+            CheckpointError: the disk is too full, or tags differ and `check_tag` is `Fail`.
         """
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
@@ -185,8 +185,8 @@ class Saving:
         """Write the small files and the manifest, and rename the staging folder to the tag. Collective.
 
         Args:
-            more: function (staging folder, manifest) that writes further files and returns their seals by name; None:
-                no further files.
+            more: function (staging folder, manifest) that writes further files and returns their seals by name, called
+                on all ranks; None: no further files.
         """
         seals, hosts, times = zip(*self.ranks.gather((self._seal, platform.node(), time.time_ns())), strict=True)
         about = {
@@ -226,7 +226,7 @@ class Saving:
 
     @staticmethod
     def _recover(folder: Path, tag: str) -> None:
-        """Complete an interrupted save of `tag` if its manifest was written, which is the last file; else undo it."""
+        """Complete an interrupted save if its manifest is written and no folder has the tag; else undo the save."""
         final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
         if not final.exists() and staging.exists():
             with suppress(CheckpointCorruptError):  # else it is not complete
@@ -250,7 +250,7 @@ class Background:
         self._left = False
 
     def ranks(self, axis: Axis) -> Ranks:
-        """Return the ranks of `axis` with a separate gloo process group, so that saving does not block training."""
+        """Return the ranks of `axis` with a separate gloo process group, created at the first call (collective)."""
         if self._group is None and axis.size > 1:
             self._group = comm.new_group(list(axis.ranks), backend="gloo")
         return Ranks(axis, self._group)
@@ -304,7 +304,7 @@ class Background:
         """Wait for the pending save, if there is one.
 
         Raises:
-            CheckpointError: the save failed; earlier checkpoints are unchanged.
+            CheckpointError: the save failed.
         """
         if self._thread is not None:
             self._thread.join()

@@ -44,11 +44,11 @@ def join_slices(
 
     Args:
         view: the engine's tensors.
-        held: this rank's slices on the CPU, by name; empty on ranks with slices that another rank also has.
+        held: this rank's slices on the CPU, by name; of equal slices, the first rank's is used.
         ranks: ranks with the slices.
 
     Returns:
-        On the first rank: full tensors by name, and names of tied tensors by alias. Other ranks ignore the result.
+        Full tensors by name (empty except on the first rank), and names of tied tensors by alias.
 
     Raises:
         CheckpointError: the slices do not cover a tensor.
@@ -104,7 +104,7 @@ class LocalShards:
     """Tensors that are sharded over some ranks, which offer to store them (an "offer").
 
     Args:
-        rows: parameters or buffers, without their optimizer state.
+        rows: manifest rows of parameters or buffers, without their optimizer state.
         boxes: region of the global tensor that these ranks have together, for each row.
         rule: name of the layout rule that cuts the boxes into slices, as in `CutGroup`.
         ranks: global ranks, in the order of the slices.
@@ -170,11 +170,11 @@ class SavePlan:
     _by_group: list[LocalShards] = field(default_factory=list)
 
     def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
-        """Add the optimizer states in the reports of all ranks.
+        """Combine rows and groups with the optimizer states in the reports of all ranks; the plan does not change.
 
         Returns:
-            Rows, with the state of the stored shard; groups, with their own states if these differ from those of the
-            rows; and the list of distinct states.
+            Rows with the state of the first stored shard; groups, with their own states if these differ from the states
+            of the rows; and the list of distinct states.
         """
         report_of = {key: report for rank_reports in reports for key, report in rank_reports.items()}
         state_ids: dict[str, int] = {}  # by JSON: the index in the list of states
@@ -200,11 +200,11 @@ class SavePlan:
         return rows, groups, [StateRule.from_json(json.loads(text)) for text in state_ids]
 
     def check_covered(self, offer_of: Mapping[str, Mapping[Region, LocalShards]]) -> None:
-        """Raise CheckpointError unless the stored boxes cover every row; `offer_of`: stored offers by name and box."""
+        """Raise CheckpointError if stored boxes do not cover a row with values; `offer_of`: offers by name and box."""
         check_covered({row.name: tuple(offer_of[row.name]) for row in self.rows if row.kind != LEFT_OUT})
 
     def put_in_order(self, rank_of: Mapping[str, int]) -> None:
-        """Sort the rows by rank, given by name in `rank_of`, and for one rank by position in its module."""
+        """Sort the rows in place by rank, given by name in `rank_of`, and for one rank by position in its module."""
         order = sorted(range(len(self.rows)), key=lambda old: (rank_of[self.rows[old].name], self.rows[old].place))
         new_index = {old: new for new, old in enumerate(order)}
         self.rows = [self.rows[old] for old in order]
@@ -253,7 +253,7 @@ def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
-    """Return the file entry of a tensor, which stays in memory until it is written."""
+    """Return the file entry of a tensor in memory; the entry keeps a reference to the values."""
     values = tensor.detach().contiguous()
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
@@ -279,7 +279,7 @@ class Snapshot:
     Args:
         offers: shards of which this rank has a slice.
         entries: slices of this rank: (name of the parameter or buffer, file entry); written if the offer is stored.
-        reports: optimizer state and group of each parameter with its first element on this rank.
+        reports: optimizer state and group (`Reports`) of each parameter whose first element is on this rank.
         always_written: file entries that are always written.
         private_state: state that only this rank has, in plain values and tensors.
     """
@@ -350,7 +350,7 @@ class Snapshot:
         """Return the layout of a fragment's optimizer state; None if it has none.
 
         Raises:
-            CheckpointError: a state tensor has another shape than the parameter, which is sharded.
+            CheckpointError: a tensor has another shape than a sharded parameter, or a value cannot be stored.
         """
         state = view.state_of(fragment)
         if not state:
@@ -403,11 +403,9 @@ class Snapshot:
                     self.add(VALUE, view.plain_value(row.name))
 
     def add_rounds(self, view: StateView) -> None:
-        """Add gradients that are not reduced yet, as state that only this rank has.
+        """Add gradients whose reduction has not started, and the topology, as state that only this rank has.
 
-        A round is one reduction of a group's bucket, from the first gradient in the bucket until its launch. `held` are
-        the gradients in the bucket by name; `fresh` are the indices of those from the micro-batch that completes the
-        round.
+        A round is one reduction of a group's bucket, from the first gradient in the bucket until the reduction starts.
         """
         self.private_state["groups"] = view.topology()
         if not view.has_gradients:

@@ -98,7 +98,7 @@ class Family:
         size: number of units.
         slots: slices of all coupled parameters.
         blocks: number of equal blocks of units (such as packed experts), which keep equal numbers of units.
-        config: whether the model's config can express the smaller size; None: the model has no config.
+        config: True: a config value is the size; None: no config value is; False: not all coupled parameters are known.
     """
 
     kind: str

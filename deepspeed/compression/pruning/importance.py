@@ -96,7 +96,7 @@ class Scores:
     def of_weights(self, rule: CompressionRule) -> Callable[[Owned], torch.Tensor]:
         """Return a function that computes the fp32 scores of this rank's elements [low, high) of a parameter.
 
-        It raises CompressionError for an unknown criterion.
+        The function raises CompressionError for an unknown criterion.
         """
 
         def score(owned: Owned) -> torch.Tensor:

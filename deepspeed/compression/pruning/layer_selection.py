@@ -22,7 +22,7 @@ LOOKS = 8  # number of applied steps, directly before the removal, that measure 
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
-    """Remove layers from a model, in place; per-layer lists of the config and every `layer_idx` are updated.
+    """Remove layers from a model, in place; in Transformers models, config and layer indices are updated.
 
     Args:
         model: a plain model, or a wrapper of a Transformers model. An engine's parameters are not removed; use
@@ -34,7 +34,7 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         The model.
 
     Raises:
-        CompressionError: the list does not exist, an index is out of range, or the smaller model cannot be built.
+        CompressionError: no such list exists, `keep` is empty, repeated or out of range, or the model cannot be built.
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
@@ -61,7 +61,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
 
     Returns:
         Smaller config, model of the present config, model of the smaller config, both on the meta device; None if the
-        model has no Transformers config.
+        list is in no Transformers model.
 
     Raises:
         CompressionError: as in `keep_layers`.
@@ -169,11 +169,11 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
 
 
 def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
-    """Whether a removal has already shortened these lists of blocks.
+    """Whether these lists of blocks are already shortened, so that their removal cannot be repeated.
 
     Args:
         model: the model.
-        layers: indices of the kept layers, by list of blocks; False is returned if it is empty.
+        layers: indices of the kept layers, by list of blocks; without lists, the result is False.
     """
     try:
         return bool(layers) and all(
@@ -212,11 +212,11 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
 
 
 class InfluenceWatch:
-    """Hooks that sum 1 - cos(input, output) of each block over tokens.
+    """Hooks that sum 1 - cos(input, output) of each block over tokens; CompressionError if the two shapes differ.
 
     Args:
         blocks: list of blocks.
-        training: whether calls in training mode count, or those in evaluation mode.
+        training: True: calls in training mode count; False: calls in evaluation mode count.
     """
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
@@ -269,7 +269,7 @@ class Depth:
         section: `compression_training.layer_reduction`.
 
     Raises:
-        CompressionError: the list of blocks does not exist, or its model cannot have so few blocks.
+        CompressionError: the list of blocks does not exist, or the model cannot have the kept layers.
     """
 
     def __init__(self, model: nn.Module, section: LayerReduction) -> None:

@@ -73,8 +73,8 @@ def count_dropped(packed: torch.Tensor) -> int:
 class Masks:
     """Masks of all pruning rules for this rank's elements, by first parameter name.
 
-    `hard` are final masks, applied to master weights. `soft` are masks that may still change, applied only to the
-    parameters (copies of the masters).
+    `hard` are final masks, applied to master weights. `soft` also include masks that may still change, and are applied
+    only to the parameters (copies of the masters).
 
     Args:
         model: plain model, or an engine's module.
@@ -113,7 +113,7 @@ class Masks:
                 self._attach(rule, optimizer)
 
     def _attach(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
-        """Set up the optimizer's groups of a rule: separate, dense masters if a later mask may revive elements."""
+        """Set up a rule's groups (dense masters if masks revive weights); CompressionError if gradients are missing."""
         names = rule.names()
         if rule.criterion in ("movement", "taylor") and not any(self.of(name).trained for name in names):
             raise CompressionError(
@@ -135,7 +135,7 @@ class Masks:
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def on_gradients(self) -> None:
-        """Update scores by the accumulated gradients of this step, then apply final masks to the gradients."""
+        """Update scores by this step's accumulated gradients, then apply final masks to the gradients. Collective."""
         self.scores.on_gradients([rule for rule in self.rules if rule.name not in self.final])
         for name, packed in self.hard.items():
             with self.owned[name].gradient(changed=True) as gradient:
@@ -158,14 +158,14 @@ class Masks:
             self._mask_edits(self._finally_masked(), lambda group: group.values)
 
     def _mask_edits_without_update(self) -> None:
-        """Apply final masks to edited parameters that this step has not updated: frozen, or without a gradient."""
+        """Apply final masks to edited parameters that this step has not updated (frozen or no gradient). Collective."""
         members = {name: self.owned[name].member for name in self._finally_masked()}
         names = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
         self._updated.clear()
         self._mask_edits(names, lambda group: group.updated)
 
     def _finally_masked(self) -> list[str]:
-        """Return the sorted names of parameters with a final mask; frozen parameters are included."""
+        """Return the sorted first names of parameters with a final mask, and of all frozen parameters with a rule."""
         names = {self._first_name[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
         frozen = {name for name, owned in self.owned.items() if not owned.trained}
         return sorted(names | frozen)
@@ -218,11 +218,7 @@ class Masks:
     # -- new masks ----------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> list[CompressionRule]:
-        """Compute and apply the masks that are due after `step` applied steps. Collective.
-
-        Returns:
-            Rules with masks that have become final.
-        """
+        """Apply masks that are due after `step` applied steps; return the rules with newly final masks. Collective."""
         due = [rule for rule in self.rules if rule.name not in self.final and rule.due(step)]
         ended = []
         with torch.no_grad():
@@ -263,7 +259,7 @@ class Masks:
         ]
 
     def act(self, names: Sequence[str]) -> None:
-        """Apply the masks of the parameters `names` to master weights, moments and parameters. Collective."""
+        """Apply the masks of parameters, given first names, to master weights, moments and parameters. Collective."""
         groups: dict[int, ShardGroup] = {}
         names = list(dict.fromkeys(names))
         for name in names:
@@ -278,7 +274,7 @@ class Masks:
             group.advance()
 
     def _combine(self, name: str) -> None:
-        """Combine the masks of all rules for one parameter: final masks in `hard`, all masks in `soft`."""
+        """Combine the masks of all rules for one parameter: final masks in `hard`, all in `soft` if these differ."""
         hard, soft = None, None
         for rule in self.rules:
             packed = self._bits(rule, name)

@@ -85,7 +85,7 @@ class PruningPlan:
         return self._shrinks[kind]
 
     def _with_whole_names(self, shrink: Shrink) -> Shrink:
-        """Rename the parameters of a `Shrink` from the inner model to the whole model."""
+        """Rename the parameters of a `Shrink` from the inner to the whole model, in place, and add LoRA matrices."""
         if not self.prefix:
             return shrink
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -108,7 +108,7 @@ class PruningPlan:
         return None
 
     def prove_named(self, family: Family) -> None:
-        """Verify a dependency group from `related_modules` on a copy of the model, if inputs of the model are known.
+        """Verify a dependency group from `related_modules` on a copy; without known inputs, add it to `unproven`.
 
         Raises:
             CompressionError: removing the units gives other outputs than masking them.
@@ -152,7 +152,7 @@ class PruningPlan:
         """Check that the model's config is valid with `kept_units` units per block of a dependency group.
 
         Raises:
-            CompressionError: the config cannot; the message has the nearest possible number.
+            CompressionError: the config is invalid; the message has the nearest possible number.
         """
         shrink, width = self.shrink_of(family), family.size // family.blocks
         if shrink is None or self._config_refusal(shrink, width, width):
@@ -237,7 +237,7 @@ class PruningPlan:
         return removal
 
     def _change_config(self, removal: Removal, chosen: list[tuple[Family, torch.Tensor]]) -> None:
-        """Add to a removal the new config values and the module attributes that depend on them."""
+        """Add new config values and dependent module attributes to a removal; CompressionError if layers differ."""
         config = copy.deepcopy(self.config)
         counts: dict[int, tuple[Shrink, list[tuple[int, int]]]] = {}  # by shrink: (kept, of) of each family
         for family, keep in chosen:

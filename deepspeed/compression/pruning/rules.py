@@ -65,7 +65,7 @@ class CompressionRule:
 
     @property
     def removable(self) -> bool:
-        """Whether the units can be removed: all coupled parameters are known, and the config can express the sizes."""
+        """Whether the rule has units that can be removed, because all coupled parameters are known."""
         return bool(self.families) and all(family.config is not False for family in self.families)
 
     def due(self, step: int) -> bool:
@@ -124,7 +124,7 @@ def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> I
 
 
 def compressible(module: nn.Module) -> bool:
-    """Whether compression techniques support a module's weight: Linear, `Conv1D`, convolution or Embedding."""
+    """Whether techniques support a module's weight: Linear, `Conv1D`, convolution (not transposed) or Embedding."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONV)) or type(module).__name__ == "Conv1D"
 
 
@@ -143,7 +143,7 @@ def rules_of(
         model: the model.
         section: `compression_training`.
         plan: the model's dependency groups.
-        called: whether `init_compression` was called; then units stay in the engine until `redundancy_clean`.
+        called: whether `init_compression` was called; then units normally stay in the engine until `redundancy_clean`.
 
     Raises:
         CompressionError: modules are missing, named twice, or cannot be pruned this way.
@@ -175,7 +175,7 @@ class _RuleBuilder:
         self._shapes = {name: torch.Size(getattr(param, "ds_shape", param.shape)) for name, param in params}
 
     def build(self, technique: str, name: str, group: Any, shared: Any) -> CompressionRule:
-        """Build the rule of a technique for a group (None: all modules), with the technique's shared parameters."""
+        """Build a rule for a group (None: all modules); CompressionError for experts after `init_compression`."""
         rule = CompressionRule(
             name=f"{technique}.{name}",
             technique=technique,
@@ -202,7 +202,7 @@ class _RuleBuilder:
         return rule
 
     def _set_physical(self, rule: CompressionRule, wanted: bool | None) -> None:
-        """Set whether the units of a rule are removed; raise if `physical` is true and removal is impossible."""
+        """Set whether the units of a rule are removed; CompressionError if `physical` is true and impossible."""
         rule.physical = not self.called if wanted is None else wanted
         stuck = [family for family in rule.families if family.config is False]
         if wanted and stuck:
@@ -213,7 +213,7 @@ class _RuleBuilder:
                 self.plan.check_said(family, kept_of(family.size // family.blocks, rule.ratio))
 
     def _set_weights(self, rule: CompressionRule, group: CompressionGroup | None, shared: Any) -> None:
-        """Set the parameters and the pattern of a rule for single weights."""
+        """Set parameters and pattern of a rule for single weights; CompressionError if the pattern does not fit."""
         excluded = [re.compile(text) for text in shared.excluded_modules]
         modules = dict.fromkeys(
             module
@@ -260,7 +260,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _experts(self, group: Any) -> Iterator[Family]:
-        """Yield the dependency groups of whole experts for modules with packed experts."""
+        """Yield the dependency groups of whole experts; CompressionError for a named module without packed experts."""
         for _, name, module in matched(self.model, group.modules, packed=True):
             packed = [f"{name}.{param}" for param in experts_of(module)]
             if packed:
@@ -273,7 +273,7 @@ class _RuleBuilder:
     def _heads(self, group: Any, shared: Any) -> Iterator[Family]:
         """Yield the dependency groups of heads that a group's modules read or write.
 
-        For a module that is in no group of the plan, its inputs are divided equally into `num_heads` heads.
+        For a module in no group of the plan, inputs are divided into `num_heads` heads; CompressionError if impossible.
         """
         families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules)):
@@ -302,7 +302,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _partners(self, group: Any, index: int, name: str) -> list[str]:
-        """Return names of related modules: per expression, the matches with the longest common prefix with `name`."""
+        """Return names of related modules: the matches closest to `name`; CompressionError without a match."""
         if group.related_modules is None:
             return []
         partners = []
@@ -316,7 +316,7 @@ class _RuleBuilder:
         return partners
 
     def _rows(self, name: str, module: nn.Module, partners: list[str]) -> Family:
-        """Return the dependency group of a module's output rows, with the related elements of its partners."""
+        """Return the dependency group of a module's rows, with partners; CompressionError if their sizes do not fit."""
         axis, shape = out_axis(module), self._shapes.get(f"{name}.weight")
         if shape is None:
             raise CompressionError(f"{name} has no weight of its own")

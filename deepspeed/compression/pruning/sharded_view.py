@@ -29,7 +29,7 @@ class Exchange:
         self._channel, self._rounds = axis.channel(), 0
 
     def rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """All-gather 1-D rows of length n, equal on all ranks: [ranks, n] on the CPU."""
+        """All-gather 1-D rows of the same length n: [ranks, n] on the CPU."""
         axis, n = self.axis, row.numel()
         if axis.group is None or not n:
             return row.detach().cpu().view(1, -1).expand(axis.size, -1)

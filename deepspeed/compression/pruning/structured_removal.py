@@ -44,7 +44,7 @@ class Removal:
     text: str = ""
 
     def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
-        """Keep only these indices of an axis; for an axis that is already cut, the intersection (concatenations)."""
+        """Keep only these indices of an axis; if the axis is already cut, keep the intersection."""
         rows = self.cuts.setdefault(name, [])
         for place, (other, before) in enumerate(rows):
             if other == axis and before.dim() == 1:

@@ -1,6 +1,6 @@
 """Dependency groups of Transformers models, also inside wrappers and with LoRA adapters.
 
-The model is built twice on the meta device: with its config, and with one smaller value in the config. Parameters with
+The model is built twice on the meta device: with its config, and with a config of smaller values. Parameters with
 different shapes are coupled. The layout of a fused axis (gate and up; query, key and value) is determined by
 verification on a small copy (`prove`).
 """
@@ -68,7 +68,7 @@ class Shrink:
 
     @property
     def layouts(self) -> int:
-        """Number of candidate layouts of heads or channels along an axis."""
+        """Largest number of candidate layouts of a parameter slice; at least 1."""
         return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
 
     def laid(self, layout: int) -> Shrink:
@@ -139,11 +139,11 @@ def left_on(model: nn.Module, mark: str) -> Any:
 
 
 def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict of the Transformers model in a wrapper: without name prefix, LoRA weights merged.
+    """Return the state dict of the Transformers model in a wrapper: without name prefix, active LoRA weights merged.
 
     Args:
         model: the wrapper or model.
-        state: its state dict, unsharded.
+        state: state dict of `model`, unsharded.
 
     Raises:
         CompressionError: there are adapters other than LoRA of Linears.
@@ -214,7 +214,7 @@ def _smaller(value: int) -> int | None:
 
 
 def _differences(large: nn.Module, small: nn.Module, buffers: bool = False) -> dict[str, list[tuple[int, int, int]]]:
-    """Return {name: [(axis, size, smaller size)]} of parameters (and `buffers`) with different shapes in two models."""
+    """Return {name: [(axis, size, smaller)]} of changed parameters and `buffers`; CompressionError if names differ."""
     shapes, smaller = shapes_of(large), shapes_of(small)
     if buffers:
         shapes |= {name: buffer.shape for name, buffer in large.named_buffers()}
@@ -243,7 +243,7 @@ def _layer(name: str) -> str:
 
 
 def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return the FFN widths in the config that can be reduced."""
+    """Return a `Shrink` for each FFN width in the config that can be reduced; layouts are not verified yet."""
     base, width = on_meta(type(model), config), config_number(config, WIDTH_KEYS)
     shrinks = []
     for key in (key for key in FFN_KEYS if key in _keys(config)):
@@ -296,7 +296,7 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
 
 
 def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return the numbers of heads in the config that can be reduced with an unchanged head size.
+    """Return a `Shrink` for each number of heads in the config that can be reduced with an unchanged head size.
 
     Raises:
         CompressionError: there is none; the message has the reason.
@@ -382,7 +382,7 @@ class _HeadCounts:
         return [Family("heads", module, self.units, slots, 1, True) for module, slots in by_module.items()]
 
     def tables(self, axis: int) -> list[torch.Tensor]:
-        """Return the unit at each index of an axis of size `axis` (-1: none), for each candidate layout."""
+        """Return the unit (-1: none) at each index of an axis, by layout; CompressionError for an unknown axis size."""
         index = torch.arange(axis)
         q, kv = self.heads * self.size, self.groups * self.size
         per_unit = self.heads // self.units
@@ -417,7 +417,7 @@ def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
     """Return the number of experts in the config as a `Shrink`, with router buffers; [] if it cannot be reduced.
 
     Raises:
-        CompressionError: a parameter changes by another amount.
+        CompressionError: a parameter changes by another amount, or other parameters appear.
     """
     base = on_meta(type(model), config)
     dims = {name: tensor.dim() for name, tensor in [*base.named_parameters(), *base.named_buffers()]}

@@ -160,7 +160,7 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
         shrink: an element of that list.
 
     Returns:
-        `shrink` in the layout found, and the relative difference of the outputs.
+        `shrink` in the layout found, `joined` if necessary, and the relative difference of the outputs.
 
     Raises:
         CompressionError: no layout has equal outputs, masking has no effect, or the copy cannot be built or run.
@@ -190,7 +190,7 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
 def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
     """Verify that permuted experts give equal outputs of a small copy, and that a copy with fewer experts runs.
 
-    Arguments and result are those of `prove`; the result has no router buffers, because masks cover parameters only.
+    Arguments and result are those of `prove`; `shrink` loses its router buffers, because masks cover parameters only.
 
     Raises:
         CompressionError: the order matters, as with group-limited routing, or the smaller copy fails.

@@ -1,4 +1,4 @@
-"""`checkpoint`, `nebula`: how training state is saved and loaded."""
+"""`checkpoint`, `nebula`: saving and loading of training state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ParallelWrite(Section):
 
 
 class Writer(Section):
-    """Block `checkpoint.writer`: how checkpoint files are written."""
+    """Block `checkpoint.writer`: writing of checkpoint files."""
 
     open_names = True
     type: Literal["FAST", "PYTHON", "MOCK"] | None = moot(None, "which writer", _STREAMED)

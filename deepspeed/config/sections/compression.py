@@ -15,7 +15,7 @@ Schedule = Literal["step", "cubic"]
 
 
 def _partners(value: object) -> object:
-    """Return one list of expressions per entry of `modules`; a plain string becomes a list of one."""
+    """Replace each string in a list by a list of one string; other values are returned unchanged."""
     if isinstance(value, list):
         return [[entry] if isinstance(entry, str) else entry for entry in value]  # pyright: ignore[reportUnknownVariableType]
     return value
@@ -93,7 +93,7 @@ class SparseShared(_Pruning):
 
 
 class RowShared(_Pruning):
-    """Block `shared_parameters` of `row_pruning` and `channel_pruning`: removal of outputs of layers."""
+    """Block `shared_parameters` of `row_pruning` and `channel_pruning`: pruning of outputs of layers."""
 
     method: Literal["l1", "topk"] = key("l1", "l1: magnitude; topk: movement")
     physical: bool | None = key(
@@ -102,7 +102,7 @@ class RowShared(_Pruning):
 
 
 class HeadShared(RowShared):
-    """Block `compression_training.head_pruning.shared_parameters`: removal of attention heads."""
+    """Block `compression_training.head_pruning.shared_parameters`: pruning of attention heads."""
 
     method: Literal["l1", "topk"] = key("topk", "l1: magnitude; topk: movement")
     num_heads: Int | None = key(None, "heads of the model; default: from its config", ge=1)
@@ -283,7 +283,7 @@ class QuantizeAlgorithm(Section):
 
 
 class QuantizeTraining(Section):
-    """Block `quantize_training`: quantization of all weights with two or more dims, with bits that fall in training."""
+    """Block `quantize_training`: quantization of linear, convolution and embedding weights, with falling bits."""
 
     switch = "enabled"
     enabled: bool = key(False, "fewer bits as training goes on")

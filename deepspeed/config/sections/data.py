@@ -1,4 +1,4 @@
-"""`data_efficiency`, `curriculum_learning`, `progressive_layer_drop`, `eigenvalue`: selection of training data."""
+"""`data_efficiency`, `curriculum_learning`, `progressive_layer_drop`, `eigenvalue`: data, layer drop, curvature."""
 
 from __future__ import annotations
 

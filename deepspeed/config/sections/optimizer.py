@@ -80,7 +80,7 @@ REQUIRED = {
 
 
 class SchedulerParams(Section):
-    """Block `scheduler.params`: arguments of the schedule; for a torch class, any name is passed unchecked."""
+    """Block `scheduler.params`: arguments of the schedule; for a torch class, unlisted names are unchecked."""
 
     model_config = ConfigDict(extra="allow")
     warmup_min_lr: NumberOrList = key(0.0, "learning rate at the start (WarmupLR, WarmupDecayLR)")
