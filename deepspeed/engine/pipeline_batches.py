@@ -98,7 +98,7 @@ def agree(
 
 
 def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
-    """Raise on all ranks if a window cannot start; returns the reports of ranks that read data, by rank."""
+    """Raise if a window cannot start; returns the reports of ranks that read data (if none does, all), by rank."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
         raise PipelineError(f"the call was refused on rank {refused[0]}; see its traceback. No micro-batch was run")
@@ -205,7 +205,7 @@ class WindowDriver:
         Args:
             roots: outputs of the chunk; for the last part, the loss.
             gradients: received gradients of the roots; None for the last part.
-            run: runs autograd, called with roots and their gradients.
+            run: runs autograd; called with the scaled loss, or with roots and their gradients.
         """
         window = self._window
         self.ran["backward"] += 1

@@ -60,7 +60,7 @@ def per_host() -> int:
 
 
 def stage_outputs() -> dict[int, Any]:
-    """Return the recorded outputs of pipeline parts, by part: one stage's simulation adds them, the next reads them."""
+    """Return the simulation's outputs of pipeline parts, by part: one stage's simulation adds outputs for the next."""
     return _running[-1][3]
 
 

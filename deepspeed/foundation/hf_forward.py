@@ -82,7 +82,7 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 
 def caches_at_all(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with the KV cache enabled; unchanged if the model has no such argument."""
+    """Return the arguments of a call with `use_cache` True; unchanged if the model does not accept `use_cache`."""
     return {**call, _USES: True} if _USES in call or without_cache(model) else dict(call)
 
 

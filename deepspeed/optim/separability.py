@@ -45,7 +45,7 @@ class MethodTraits:
     """Traits of a public optimizer method without arguments.
 
     Attributes:
-        reads_gradients: whether it reads gradients, such as SAM's `first_step`.
+        reads_gradients: whether the method reads gradients, such as SAM's `first_step`.
         by_parameter: whether separate calls on parts of the parameters give the same result as one call.
     """
 
@@ -62,7 +62,7 @@ class HowToStep:
     """Requirements of an optimizer's `step`.
 
     Attributes:
-        closure: whether it needs a closure that recomputes gradients.
+        closure: whether `step` needs a closure that recomputes gradients.
         first: name of a method to call once before the first step; "": none.
     """
 
@@ -178,7 +178,7 @@ def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: f
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
-    """Return the largest difference relative to the distance moved; inf if only one side is not finite."""
+    """Return the largest difference relative to `moved` (absolute if 0); inf if non-finite values differ."""
     worst = 0.0
     for value_left, other in zip(left, right, strict=True):
         gap = torch.where(value_left == other, torch.zeros_like(value_left), (value_left - other).abs())
@@ -189,7 +189,7 @@ def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> 
 
 @contextlib.contextmanager
 def _quiet(optimizer: Optimizer) -> Iterator[None]:
-    """Fork the random state and disable the user's hooks inside the context."""
+    """Context with one thread and without global optimizer hooks; restores random states and `Counters` at the end."""
     devices = {p.device for group in groups_of(optimizer) for p in group["params"] if p.device.type != "meta"}
     cards = [device for device in devices if device.type == "cuda"]
     threads = torch.get_num_threads()
@@ -388,7 +388,7 @@ def _how_to_step(optimizer: Optimizer) -> HowToStep:
 
 
 def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
-    """Return the public methods beyond torch's Optimizer that write parameters or state and need no arguments."""
+    """Return the traits, by name, of methods from `_own_methods` that write parameters or state."""
     names = _own_methods(type(optimizer))
     traits: dict[str, MethodTraits] = {}
 
@@ -433,7 +433,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 
 def _own_methods(cls: type) -> list[str]:
-    """Return the names of public methods beyond torch's Optimizer that can be called without arguments."""
+    """Return public methods beyond torch's Optimizer without required arguments; none with a text or path default."""
     names: list[str] = []
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)

@@ -344,7 +344,7 @@ def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...
 
 
 def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `build` so that an out-of-memory error becomes MemoryExhaustedError with keys that would help."""
+    """Decorate `build`: out-of-memory errors become MemoryExhaustedError with keys that would help; sets `room`."""
 
     @functools.wraps(build)
     def build_or_advise(
