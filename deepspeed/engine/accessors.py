@@ -89,7 +89,7 @@ class StateAccessors:
 
     @property
     def config(self) -> Any:
-        """Return the configuration dict as the user passed it."""
+        """Return the user's configuration as a dict, without defaults."""
         return self._state.ds_config.raw
 
     def train_batch_size(self) -> int:
@@ -124,7 +124,7 @@ class StateAccessors:
         return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return the betas, else the momentum, of each optimizer group; [] without an optimizer."""
+        """Return the betas, else the momentum, else None, of each optimizer group; [] without an optimizer."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [g.get("betas", g.get("momentum")) for g in optimizer.param_groups]
 

@@ -555,7 +555,7 @@ def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) 
 def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
     """Combine the traits of all ranks, since ranks can differ in parameters and in objects that cannot be copied.
 
-    The layout of parameters depends on the result, so it must be equal on all ranks. All ranks must call this.
+    The layout of parameters depends on the result, so the result must be equal on all ranks. All ranks must call this.
     """
     every = [
         replace(each, methods=methods)

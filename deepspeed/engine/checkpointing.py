@@ -72,7 +72,7 @@ class RunState:
         return run_state
 
     def capture_private(self) -> dict[str, Any]:
-        """Return this rank's own state: "random" (generators), and amid an accumulation "window" (its weighting)."""
+        """Return this rank's own state: "random" (generators), and "window" (weighting) if gradients are pending."""
         accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
         random_state: dict[str, Any] = {
             "python": random.getstate(),
@@ -219,7 +219,8 @@ class CheckpointIO:
         """Save a checkpoint to `<save_dir>/<tag>/`. All ranks must call this.
 
         An existing checkpoint of that tag is replaced only once the new one is complete. With `checkpoint.async_save`
-        or `writer.decoupled`, it returns once the state is copied; the next save, load or `destroy` raises its errors.
+        or `checkpoint.writer.decoupled`, the call returns once the state is copied; the next save, load or `destroy`
+        raises errors of the save.
 
         Args:
             save_dir: parent folder of the checkpoints; created if missing.

@@ -259,7 +259,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the size of the first integer tensor with two or more dims, also in dicts; 0 if none or if it is bool."""
+    """Return the size of the first tensor, also in dicts, of two or more dims and no floats; 0 if none or if bool."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

@@ -356,7 +356,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, with fp16 times the loss scale, for a manual `.backward()`; errors as in `backward`."""
+        """Return the loss, with fp16 times the loss scale, for a manual `.backward()`; loss errors as in `backward`."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
@@ -571,7 +571,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
         Raises:
             ShardedParameterError: at the end, if an edit of a sharded parameter was lost.
-            CheckpointError: an asynchronous save failed.
+            CheckpointError: an asynchronous save failed; nothing was destroyed.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()

@@ -18,7 +18,7 @@ _EXPERTS = "Train/Experts/"
 class ExpertBalance:
     """Hooks on a model that balance its experts and count their tokens, if the JSON requests them.
 
-    Tokens are counted if `expert_parallel.load` is true, or is null and a monitor or the timeline is enabled.
+    Tokens are counted if `expert_parallel.load` is true, or null with a monitor or timeline, or for the bias update.
 
     Raises:
         ExpertParallelError: `bias_update_speed` is set, but the model has no layers of experts.

@@ -102,7 +102,7 @@ class ProgressLog:
         return [self._digest] if self._compares else []
 
     def compare_digests(self, rows: list[list[float]]) -> None:
-        """Warn if ranks that should read different samples have equal digests; `rows`: `digest_row` of each rank."""
+        """Warn if ranks that should read other samples have rank 0's digest; `rows`: `digest_row` of each rank."""
         if not self._compares or not rows:
             return
         self._compares = False

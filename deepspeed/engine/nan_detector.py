@@ -97,7 +97,7 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Search if the norm or a loss is not finite; called between norm and update. All ranks must call this.
+        """Search (`reports` times at most) if norm or losses are not finite; called before the update. Collective.
 
         Args:
             norm: gradient norm, or None; ignored while a dynamic loss scale is above its minimum.

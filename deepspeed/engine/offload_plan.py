@@ -26,7 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """Storage tiers of one engine. State in the same place uses the same tier, which shares its buffers."""
+    """Storage tiers of one engine. All state in the same place shares one tier and the tier's buffers."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -124,7 +124,7 @@ def _low_master(config: DeepSpeedConfig) -> torch.dtype | None:
 
 
 def master_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of masters for parameters of `dtype`: fp32, for fp64 fp64, or 16 bits if the JSON says so."""
+    """Return the dtype of masters for parameters of `dtype`: fp64 for fp64, else fp32 or the JSON's 16-bit dtype."""
     return dtype if dtype in (_low_master(config), torch.float64) else torch.float32
 
 

@@ -224,7 +224,7 @@ class PipelineEngine(DeepSpeedEngine):
             check_shared(shared, self.mesh.axis("pp"))
 
     def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
-        """Return the last stage's numbers, or None if they are None. All ranks must call this."""
+        """Return the last stage's `numbers`; None if `numbers` is None. All ranks must call this."""
         return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
@@ -289,7 +289,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _evaluated(
         self, outputs: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
     ) -> Any:
-        """Return the result of `eval_batch` without outputs, from those of the last stage. All ranks must call this."""
+        """Return the loss of `eval_batch`, on all ranks, from the last stage's outputs. All ranks must call this."""
         last, weights, batch_losses = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
@@ -477,8 +477,7 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Iterator[Window]:
         """Yield windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
 
-        A window has `gradient_accumulation_steps` micro-batches; the last one may have fewer.
-        Gradients, losses and metrics are weighted by real samples.
+        A window has `gradient_accumulation_steps` micro-batches, the last one maybe fewer. Means are over real samples.
 
         Args:
             loader: this rank's loader of any length, equal on all stages; None: `training_dataloader`. Stages of a

@@ -36,7 +36,7 @@ _PROFILED_TOKENS = 512  # tokens per row; at most a model's positions minus two,
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Return whether the engine must run a pipeline: for a `PipelineModule`, or if the JSON's mesh has pp and no `mpu`.
+    """Return whether the engine must run a pipeline: for a `PipelineModule`, or without `mpu` if the JSON has stages.
 
     Args:
         config: dict, path or base64 of the JSON.
@@ -227,7 +227,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
     """Return the parameters, or parameter groups, that belong to this stage, for its optimizer.
 
-    None stays None (all trainable parameters). If no parameter of this stage is left, the result is one empty group.
+    None stays None (all trainable parameters). Groups stay, even empty ones. If nothing is left: one empty group.
     """
     left = set(model.parameters())
     if parameters is None:

@@ -58,7 +58,7 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """Save all engines and raise SystemExit(85) if all ranks have agreed to stop after this update.
+        """If all ranks agreed to stop after this update, save engines with a known folder and raise SystemExit(85).
 
         All ranks must call this after each update; raises CommError if another rank has failed.
         """

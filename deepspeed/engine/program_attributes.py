@@ -65,7 +65,7 @@ class ProgramAttributes:
 
     @property
     def _support_torch_style_backward(self) -> bool:
-        """Return True: `loss.backward()` is equivalent to `engine.backward(loss)` if losses are not scaled."""
+        """Return True: without loss scale and sp, `loss.backward()` is equivalent to `engine.backward(loss)`."""
         return True
 
     def random_ltd_enabled(self) -> bool:

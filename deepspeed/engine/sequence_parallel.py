@@ -70,7 +70,7 @@ class Sequencing:
                 prove(model, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this rank's slice of the arguments of a forward in training. All ranks must call this.
+        """Return (args, kwargs) of a forward in training, sliced for this rank. All ranks must call this.
 
         The first ten batches are compared between ranks. Equal batches are sliced here; others must be slices of the
         same sequence already, else DataError is raised on all ranks of the sequence.

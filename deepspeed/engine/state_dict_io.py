@@ -169,7 +169,7 @@ class WeightsIO:
 
         Raises:
             UsageError: the last load has failed midway.
-            OSError: writing failed; other ranks raise CheckpointError.
+            OSError: writing failed on rank 0; other ranks raise CheckpointError.
         """
         if self._state.ds_config.zero.stage == 3 and not self._state.ds_config.zero.gather_16bit_weights_on_model_save:
             logger.warning(

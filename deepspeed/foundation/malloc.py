@@ -74,7 +74,7 @@ def heap() -> range:
 def own_pages() -> Generator[None, None, None]:
     """Context in which blocks of 1 MiB and more are allocated outside of the heap, so that freeing unmaps them.
 
-    All threads are affected. A threshold set by the user stays. Blocks that fit into a free gap stay in the heap.
+    All threads are affected. A threshold of the user stays. Blocks that fit into a gap of the heap still go there.
     """
     mallopt = _mallopt()
     if mallopt is None:

@@ -30,7 +30,7 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return nested lists, tuples and plain dicts with `change` applied to every tensor; copies what changes."""
+    """Return nested lists, tuples and plain dicts with `change` applied to every tensor; other objects are kept."""
     return map_leaves(change, torch.Tensor, value)
 
 

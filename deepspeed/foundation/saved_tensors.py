@@ -32,7 +32,7 @@ def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
 
 
 def saved_by(node: object) -> Iterator[tuple[str, Any]]:
-    """Yield (name of the attribute with the unpacked tensor, `SavedTensor`) of a node; nothing after its backward."""
+    """Yield (name of the unpacking attribute, `SavedTensor`) of each saved tensor of a node; none after backward."""
     for name in _names_of(type(node)):
         unpacked = name.removeprefix("_raw")
         if not hasattr(type(node), unpacked):

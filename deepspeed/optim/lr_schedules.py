@@ -145,7 +145,7 @@ class WarmupLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
+        """Set the first rates of the groups. All other arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
@@ -168,7 +168,7 @@ class WarmupLR(LRSchedule):
     def get_lr(self) -> list[float]:
         """Return min + (max - min) * g for each group.
 
-        At iteration i of a warmup of W steps, g is ln(i + 1) / ln(W) or i / W (0 at i = -1). Afterwards it is 1, or
+        At iteration i of a warmup of W steps, g is ln(i + 1) / ln(W) or i / W (0 at i = -1). Afterwards g is 1, or
         with `WarmupDecayLR` decays linearly to 0.
         """
         factor = self._factor()
@@ -270,7 +270,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
+        """Set the first rates of the groups. All other arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.

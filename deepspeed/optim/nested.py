@@ -18,7 +18,7 @@ _OWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers inside an optimizer by attribute path: in attributes, in lists and dicts there, nested."""
+    """Return the optimizers in an optimizer's attributes or lists and dicts there, recursively, by attribute path."""
     nested: dict[str, Optimizer] = {}
     waiting: list[tuple[str, Any, int]] = [("", optimizer, 1)]
     while waiting:

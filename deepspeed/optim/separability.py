@@ -3,8 +3,8 @@
 ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and with offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not declare it, so it
-is tested.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not declare
+this property, so this module tests it.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 
 def _own_methods(cls: type) -> list[str]:
-    """Return public methods beyond torch's Optimizer without required arguments; none with a text or path default."""
+    """Return names of public methods beyond torch's Optimizer without required arguments and text or path defaults."""
     names: list[str] = []
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
