@@ -391,7 +391,7 @@ class CheckpointIO:
 
         Args:
             load_dir: parent folder of the checkpoints.
-            tag: name of the checkpoint; None: the tag in `latest`, or if damaged the newest complete checkpoint.
+            tag: name of the checkpoint; None: that in `latest`, or if missing or damaged the newest complete one.
             load_module_strict: require the same parameters and buffers in model and checkpoint.
             load_optimizer_states: also load optimizer, loss scale and gradients of an accumulation window.
             load_lr_scheduler_states: also load the state of the learning-rate scheduler.

@@ -90,8 +90,8 @@ class _Skipping(Sampler[Any]):
 class DeepSpeedDataLoader:
     """A torch DataLoader over this rank's share of a dataset.
 
-    A map-style dataset is split by torch's DistributedSampler: every rank gets equally many samples; the first ones of
-    the order fill up the last round (`drop_last`: the round is dropped). An iterable dataset is split by position.
+    A map-style dataset is split by torch's DistributedSampler: every rank gets equally many samples, by repeating a few
+    (with `drop_last`: dropping a few). An iterable dataset is split by position, and its remainder is dropped.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the size of the first tensor, also in dicts, of two or more dims and no floats; 0 if none or if bool."""
+    """Return the size of the first non-floating tensor with two or more dims, also in dicts; 0 if none or if bool."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

@@ -326,7 +326,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
-        """Gather every rank's counts of the window. All ranks must call this.
+        """Gather every rank's counts of the window, with its `losses` and number of `items`. All ranks must call this.
 
         If `problem` is not None on one rank, all raise: that rank its problem, the others PipelineError.
         """

@@ -36,7 +36,7 @@ _PROFILED_TOKENS = 512  # tokens per row; at most a model's positions minus two,
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Return whether the engine must run a pipeline: for a `PipelineModule`, or without `mpu` if the JSON has stages.
+    """Return whether a pipeline engine is needed: for a `PipelineModule`, or without `mpu` if the JSON sets pp above 1.
 
     Args:
         config: dict, path or base64 of the JSON.

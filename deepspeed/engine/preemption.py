@@ -36,7 +36,7 @@ class Preemption:
         state.hooks.checkpointed.append(self._remember)
 
     def listen(self) -> None:
-        """Install handlers for signals that have none; existing handlers of the user or a client are not replaced."""
+        """Install handlers for those of `SIGNALS` that have none, in the main thread only; existing handlers stay."""
         _listening.add(self)
         if threading.current_thread() is not threading.main_thread():
             return

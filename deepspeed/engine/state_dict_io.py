@@ -242,7 +242,7 @@ class WeightsIO:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state dict; sharded parameters are placeholders, which gather when they are read.
+        """Return the module's state dict; sharded parameters are placeholders, and reading one can be a collective.
 
         Args:
             destination: dict to fill; None: a new one.
