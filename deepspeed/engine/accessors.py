@@ -236,7 +236,7 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters of configuration values: one for each entry of `GETTERS`, and some that combine several values."""
+    """Getters of configuration values: one for each entry of `GETTERS`, and some that derive a value."""
 
     ds_config: DeepSpeedConfig
 

@@ -304,7 +304,7 @@ def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
 def _updated(
     optimizer: torch.optim.Optimizer, names: dict[Parameter, str], written: dict[Parameter, None]
 ) -> set[Parameter]:
-    """Remove parameters that the model itself writes from the optimizer, and return the set of the remaining ones.
+    """Remove from the optimizer the parameters that the model itself writes; returns the set of the remaining ones.
 
     Raises:
         OptimizerError: a parameter appears twice, is complex or does not belong to the model.

@@ -233,7 +233,8 @@ class CheckpointIO:
             True.
 
         Raises:
-            CheckpointError: the tag or a value cannot be saved, or writing failed; existing checkpoints are unchanged.
+            CheckpointError: the tag or a value cannot be saved, the disk is full, or another rank failed.
+            OSError: this rank could not write. Existing checkpoints are unchanged in any case.
             UsageError: the last load has failed midway.
         """
         with recorder.span(SAVE, "save"):

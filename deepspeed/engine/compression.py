@@ -397,7 +397,7 @@ class CompressionHooks:
             saved: compression state of the checkpoint.
 
         Raises:
-            CheckpointError: the engine has removed more or other units.
+            CheckpointError: the engine has more removals, or has kept other layers.
         """
         wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals

@@ -91,7 +91,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options `--deepspeed` and `--deepspeed_config` to `parser`, and return it."""
+    """Add the options `--deepspeed`, `--deepspeed_config` and their older names to `parser`; returns `parser`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")

@@ -154,7 +154,7 @@ class NonFiniteFinder:
             torch.save({"where": words, "inputs": [tensor.cpu() for tensor in finding.inputs]}, path)
 
     def _search(self) -> tuple[int, Finding | None]:
-        """Run all micro-batches again; returns (index of the first finding, the finding or None). Collective."""
+        """Run all micro-batches again; returns (micro-batch, finding) of the first one, else (0, None). Collective."""
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]

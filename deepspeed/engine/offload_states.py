@@ -23,7 +23,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """Kinds of training state; hp (high precision): fp32 masters, lp (low precision): the dtype of the model."""
+    """Optimizer state, masters (hp), stage-3 parameters (lp), gradient sums, and buffers of the reduction."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

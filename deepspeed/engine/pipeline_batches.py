@@ -66,7 +66,7 @@ def agree(
         refused: reason why this rank cannot run; raised here after every rank knows.
 
     Raises:
-        DataError: the data of a rank failed or ended early.
+        DataError: the data of another rank failed, or data ended early.
         UsageError: ranks request different windows or calls.
         PipelineError: another rank refused to run.
     """
@@ -183,7 +183,7 @@ class WindowDriver:
         return self._parts[chunk].words
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run forward of a chunk on a micro-batch; returns the outputs, or in training the last part's loss.
+        """Run forward of a chunk on a micro-batch; returns the outputs, or in training the last part's weighted loss.
 
         `received` is the message of the previous part; chunk and micro-batch are given by their numbers.
         """

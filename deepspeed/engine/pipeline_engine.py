@@ -144,10 +144,7 @@ class PipelineEngine(DeepSpeedEngine):
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:
-        """Simulate the schedule of an update with `micros` micro-batches.
-
-        Returns:
-            Its time in units of the stages' costs, the stored activations and the idle fraction.
+        """Simulate the schedule of an update with `micros` micro-batches; returns time, activations and idle fraction.
 
         Raises:
             ArgumentError: the schedule does not support this number.

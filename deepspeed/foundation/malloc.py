@@ -62,7 +62,7 @@ def _resident(address: int, nbytes: int) -> int:
 
 
 def heap() -> range:
-    """Return the address range of the process's heap; the system reclaims freed heap memory only from its end."""
+    """Return the address range of the heap, empty if unknown; the system reclaims freed memory only from the end."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
         for line in lines:
             if line.endswith("[heap]\n"):

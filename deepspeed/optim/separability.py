@@ -148,7 +148,7 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 
 
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
-    """Return the first attribute of an optimizer or a nested one that contains parameters of the groups; else ""."""
+    """Return the path of the first attribute, of this or a nested optimizer, with parameters of the groups; else ""."""
     ours = {id(param) for group in groups_of(optimizer) for param in group["params"]}
 
     def holds(value: Any, depth: int = 3) -> bool:

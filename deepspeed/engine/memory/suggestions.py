@@ -75,7 +75,7 @@ class Setting:
         return cls(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
 
     def smaller(self, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
-        """Yield settings that need less memory, the smallest changes first.
+        """Yield settings that may need less memory, the smallest changes first.
 
         Args:
             holding: sizes of the model.
