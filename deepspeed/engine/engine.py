@@ -473,7 +473,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last update; `set_to_none`: only without an optimizer. All ranks must call this."""
+        """Drop gradients since the last update; `set_to_none`: only without an optimizer. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()

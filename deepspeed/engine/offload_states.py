@@ -23,7 +23,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """Optimizer state, masters (hp), stage-3 parameters (lp), gradient sums, and buffers of the reduction."""
+    """Kinds of training state: optimizer state, masters, stage-3 parameters, gradient sums, reduction buffers."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -355,13 +355,13 @@ class OneCycle(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Return min + (max - min) * height in the cycle, min / (1 + decay_lr_rate * decays) after it."""
+        """Return min + (max - min) * height in the cycle, then min / (1 + decay_lr_rate * decays), for each group."""
         height, decays = self._position()
         shrink = 1 + self.decay_lr_rate * decays
         return [(low + (high - low) * height) / shrink for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[float] | None:
-        """Return max - (max - min) * height in the cycle, max * (1 + decay_mom_rate * decays) after it, for each group.
+        """Return max - (max - min) * height in the cycle, then max * (1 + decay_mom_rate * decays), for each group.
 
         None if the momentum does not change.
         """
