@@ -404,6 +404,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
         Raises:
             UsageError: the call is inside `no_sync`, there is no optimizer, or ranks have made different calls.
+            LossScaleError: fp16 gradients overflowed at the minimum loss scale.
         """
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")

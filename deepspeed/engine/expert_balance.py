@@ -56,7 +56,7 @@ class ExpertBalance:
         return part
 
     def _share_loss(self, layers: list[Any], window: bool, forward: TrainingForward) -> None:
-        """Compute auxiliary losses over all ranks' tokens: in `MoE` gates, else in the loss (NotAvailableError for stages)."""
+        """Compute auxiliary losses over all ranks' tokens, in gates or the loss; NotAvailableError in a pipeline."""
         model, axis = self._state.module, self._state.axes.dp_sp_group
         gates = [(name, module) for name, module, _ in layers if isinstance(module, TopKGate)]
         for name, gate in gates:

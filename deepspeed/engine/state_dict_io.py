@@ -264,7 +264,7 @@ class WeightsIO:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> load.Loaded:
-        """Load full weights into the module, sharded or not. All ranks must pass the same weights.
+        """Load full weights into the module, sharded or not. All ranks must call this, with the same weights.
 
         Args:
             checkpoint: a state dict, or a dict that has one under `module`.
