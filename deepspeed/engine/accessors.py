@@ -89,7 +89,7 @@ class StateAccessors:
 
     @property
     def config(self) -> Any:
-        """Return the configuration dict as the user passed it."""
+        """Return the user's configuration as a dict, without defaults."""
         return self._state.ds_config.raw
 
     def train_batch_size(self) -> int:
@@ -124,7 +124,7 @@ class StateAccessors:
         return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return the betas, else the momentum, of each optimizer group; [] without an optimizer."""
+        """Return the betas, else the momentum, else None, of each optimizer group; [] without an optimizer."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [g.get("betas", g.get("momentum")) for g in optimizer.param_groups]
 
@@ -136,8 +136,8 @@ class StateAccessors:
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of all gradients of the last update, before clipping.
 
-        Infinity if fp16 gradients overflowed; None before the first update, or if no norm was computed
-        (`compute_grad_norm: false`).
+        Infinity if fp16 gradients overflowed; None before the first update, without an optimizer, or if no norm was
+        needed (`compute_grad_norm: false`).
         """
         return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
@@ -146,12 +146,12 @@ class StateAccessors:
         return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return (dtype of parameters, dtype of gradient accumulators)."""
+        """Return (compute dtype of parameters, `data_types.grad_accum_dtype`)."""
         return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Return the dtype of gradient communication; fp32 unless `communication_data_type` is set."""
+        """Return the dtype that `communication_data_type` sets; fp32 if the JSON sets none."""
         return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
@@ -159,7 +159,7 @@ class StateAccessors:
         return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
     def state_bytes(self) -> dict[str, int]:
-        """Return this rank's bytes of parameters, masters, gradients, optimizer state and gathered buffers."""
+        """Return this rank's bytes by kind: parameters, masters, gradients, optimizer and gathered (buffers)."""
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
@@ -236,7 +236,7 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters of configuration values: one for each entry of `GETTERS`, and some that combine several values."""
+    """Getters of configuration values: one for each entry of `GETTERS`, and some that derive a value."""
 
     ds_config: DeepSpeedConfig
 
@@ -280,7 +280,7 @@ class ConfigAccessors:
         }
 
     def postscale_gradients(self) -> bool:
-        """Return whether gradients are divided after their reduction."""
+        """Return whether `prescale_gradients` is off."""
         return not self.ds_config.prescale_gradients
 
 

@@ -185,10 +185,10 @@ def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
 def listed(model_parameters: Any) -> list[Any] | None:
     """Convert parameters or groups that the user passed to a list, and check them; None stays None.
 
-    Generators inside of groups are replaced in place.
+    The "params" of group dicts become lists, in place; a single tensor stays.
 
     Raises:
-        ArgumentError: an entry is neither a parameter nor a group of parameters.
+        ArgumentError: an entry is neither a parameter nor a group of parameters, or both kinds are mixed.
     """
     if model_parameters is None or isinstance(model_parameters, torch.Tensor):
         return None if model_parameters is None else [model_parameters]
@@ -304,7 +304,7 @@ def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
 def _updated(
     optimizer: torch.optim.Optimizer, names: dict[Parameter, str], written: dict[Parameter, None]
 ) -> set[Parameter]:
-    """Remove parameters that the model itself writes from the optimizer, and return the set of the remaining ones.
+    """Remove from the optimizer the parameters that the model itself writes; returns the set of the remaining ones.
 
     Raises:
         OptimizerError: a parameter appears twice, is complex or does not belong to the model.
@@ -355,7 +355,7 @@ def build(
     Raises:
         ArgumentError: a parameter has no values or no shape, or shares memory within itself.
         OptimizerError: the optimizer does not belong to the model, or cannot be sharded.
-        UsageError: the model was created in inference mode.
+        UsageError: inference mode was on for the model or is on now, or another engine has the model.
         MemoryExhaustedError: memory is not sufficient; the message suggests keys of the JSON.
     """
     low = compute_dtype(config)
@@ -394,7 +394,7 @@ def build(
 
 
 def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
-    """Broadcast rank 0's values, and experts from the first rank that has them; returns ep sizes. Collective."""
+    """Broadcast tensors from the first rank with the same slice; returns the model's ep sizes above 1. Collective."""
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_ep.setdefault(placement_of(tensor).ep, []).append(tensor)
@@ -555,7 +555,7 @@ def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) 
 def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
     """Combine the traits of all ranks, since ranks can differ in parameters and in objects that cannot be copied.
 
-    The layout of parameters depends on the result, so it must be equal on all ranks. All ranks must call this.
+    The layout of parameters depends on the result, so the result must be equal on all ranks. All ranks must call this.
     """
     every = [
         replace(each, methods=methods)
@@ -587,7 +587,7 @@ def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.
 
     Raises:
         ArgumentError: there is a scheduler but no optimizer, or the callable does not take one argument.
-        SchedulerError: the scheduler has no `step`, or belongs to another optimizer.
+        SchedulerError: the scheduler has no `step` or belongs to another optimizer, or the JSON's is invalid.
     """
     section = config.scheduler
     name = section.type if section is not None else None
@@ -614,7 +614,7 @@ def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.
 
 
 def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
-    """Call a client's factory with one argument; raises ArgumentError with `what` if it takes another number."""
+    """Return `callable_(argument)`; raises ArgumentError, with the name `what`, if one argument does not fit."""
     try:
         signature = inspect.signature(callable_)
     except ValueError:  # a builtin without a signature

@@ -72,7 +72,7 @@ class RunState:
         return run_state
 
     def capture_private(self) -> dict[str, Any]:
-        """Return this rank's own part of the state: "random", the generators, and "window", its accumulation window."""
+        """Return this rank's own state: "random" (generators), and "window" (weighting) if gradients are pending."""
         accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
         random_state: dict[str, Any] = {
             "python": random.getstate(),
@@ -131,7 +131,7 @@ class RunState:
     def window_fits(self, saved: dict[str, Any]) -> bool:
         """Return whether a saved accumulation window can be continued.
 
-        It can if the batch size is equal, and its samples are a whole number of this run's micro-batches.
+        The global batch sizes must be equal, and the window's samples a whole number of this run's micro-batches.
         """
         then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
         if then is None:
@@ -219,7 +219,8 @@ class CheckpointIO:
         """Save a checkpoint to `<save_dir>/<tag>/`. All ranks must call this.
 
         An existing checkpoint of that tag is replaced only once the new one is complete. With `checkpoint.async_save`
-        the call returns once the state is copied; errors of the save are raised by the next save, load or `destroy`.
+        or `checkpoint.writer.decoupled`, the call returns once the state is copied; the next save, load or `destroy`
+        raises errors of the save.
 
         Args:
             save_dir: parent folder of the checkpoints; created if missing.
@@ -232,8 +233,9 @@ class CheckpointIO:
             True.
 
         Raises:
-            CheckpointError: a value cannot be saved, the disk is full, or writing failed; existing checkpoints are
-                unchanged.
+            CheckpointError: the tag or a value cannot be saved, the disk is full, or another rank failed.
+            OSError: this rank could not write. Existing checkpoints are unchanged in any case.
+            UsageError: the last load has failed midway.
         """
         with recorder.span(SAVE, "save"):
             return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -303,11 +305,11 @@ class CheckpointIO:
         return write
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a pending asynchronous save; raises CheckpointError if the save failed."""
+        """Wait for a pending asynchronous save; raises CheckpointError if the last one failed."""
         self._background.wait()
 
     def _check_format(self, ranks: Ranks) -> None:
-        """Raise CheckpointError if the original format is requested, but ranks have different model slices."""
+        """Raise CheckpointError if the original format is requested, but ranks have model slices. Collective."""
         if self._state.ds_config.top.checkpoint.format == "deepspeed":
             sliced = ranks.gather(self._state.view().cut)
             if any(sliced) or self._state.sliced:
@@ -349,7 +351,7 @@ class CheckpointIO:
         return Contents(captured, state, about, small_files, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
-        """Save buffers that differ from the first rank's, such as running statistics, as this rank's own state."""
+        """Add this rank's buffers that differ from the first rank's to `captured.private_state`. Collective."""
         if not view.buffers and not self._state.sliced:
             return
         fingerprints = {}
@@ -364,7 +366,7 @@ class CheckpointIO:
         captured.private_state["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
 
     def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
-        """Return the extra state of modules on all pipeline stages, by module name."""
+        """Return the extra state of modules on all pipeline stages, by module name. Collective."""
         default, modules = torch.nn.Module.get_extra_state, self._state.module.named_modules()
         own = {name: module for name, module in modules if type(module).get_extra_state != default}
         local_state = {name: module.get_extra_state() for name, module in own.items()}
@@ -390,7 +392,7 @@ class CheckpointIO:
 
         Args:
             load_dir: parent folder of the checkpoints.
-            tag: name of the checkpoint; None: the tag in `latest`, or the newest complete checkpoint.
+            tag: name of the checkpoint; None: that in `latest`, or if missing or damaged the newest complete one.
             load_module_strict: require the same parameters and buffers in model and checkpoint.
             load_optimizer_states: also load optimizer, loss scale and gradients of an accumulation window.
             load_lr_scheduler_states: also load the state of the learning-rate scheduler.
@@ -403,8 +405,8 @@ class CheckpointIO:
 
         Raises:
             CheckpointMissingError: the tag, or one of its files, does not exist.
-            CheckpointCorruptError: the checkpoint is damaged.
-            CheckpointError: the checkpoint does not match the model.
+            CheckpointCorruptError: the checkpoint is damaged (without a tag: all are).
+            CheckpointError: the checkpoint does not match the model or the scheduler.
         """
         self.wait_for_checkpoint()
         for hook in self._state.hooks.checkpointed:
@@ -503,7 +505,7 @@ class CheckpointIO:
                 modules[name].set_extra_state(state)
 
     def _opened(self, source_or_path: Source | Path, ranks: Ranks) -> Source:
-        """Open the source of a load; units that were removed from the saved model are removed from this one."""
+        """Open the source of a load; units that the saved model no longer has are also removed here. Collective."""
         if not isinstance(source_or_path, Source):
             with ranks.together("opening the checkpoint"):
                 return open_foreign(source_or_path, self._state.view().optimizer_names())
@@ -514,7 +516,7 @@ class CheckpointIO:
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
     ) -> None:
-        """Restore counters, data position, this rank's random states and the gradients of an accumulation window."""
+        """Restore counters, data position, this rank's random states and buffers, and the accumulation window."""
         self._run.restore_counters(run)
         ranks, about = Ranks(self._state.everyone), source.manifest.about
         same_ranks = about.get("ranks") == ranks.size and about.get("mesh", {}) == self._state.model_dims

@@ -55,7 +55,7 @@ def loss_is_divided(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise ArgumentError unless `loss` is a scalar tensor with an autograd graph."""
+    """Raise ArgumentError unless `loss` is a tensor of one element with an autograd graph."""
     if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
             f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "

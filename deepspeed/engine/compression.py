@@ -1,7 +1,7 @@
 """Compression of an engine's model (`compression_training`): the actions after each applied step.
 
-When units are removed, no rank has more than one whole parameter at a time: a parameter's master and moments are
-gathered and shrunk, and every rank stores an equal part of the result until the new groups exist.
+When units are removed, masters and moments are gathered parameter by parameter and shrunk, and every rank stores an
+equal part of the result until the new groups exist.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VALUE = "value"
 
 @dataclass
 class _Facts:
-    """Metadata of a parameter's optimizer state, equal on all ranks."""
+    """Optimizer group and metadata of the optimizer state of a parameter, equal on all ranks."""
 
     group: int = -1  # number of its optimizer group; -1: none
     # dtypes of state tensors with the parameter's shape, by key
@@ -242,7 +242,7 @@ class StructuredPruning:
 
 
 class CompressionHooks:
-    """Compression of one engine: its start, the actions after each step, export, and replay from checkpoints.
+    """Compression of one engine: start, actions after each step, export, and removals as in a loaded checkpoint.
 
     Args:
         feeding: synchronizes the ranks.
@@ -325,7 +325,7 @@ class CompressionHooks:
         self._state.compression.distiller.set_teacher(teacher)
 
     def _make_teacher(self) -> None:
-        """Create the teacher from a copy of the model, sharded over all ranks, if the JSON says "before"."""
+        """Create a teacher (stage 3) from a copy of the model if `distillation.teacher` is "before". Collective."""
         distiller = None if self._state.compression is None else self._state.compression.distiller
         if distiller is None or distiller.section.teacher != "before":
             return
@@ -351,11 +351,12 @@ class CompressionHooks:
             group_size: inputs that share an int4 scale; None: the value in `compression_training.export`.
 
         Returns:
-            On rank 0 the report: bytes and parameters; None on other ranks.
+            On rank 0 a dict with `parameters` and `bytes` (numbers), `weights` and `class`; None on other ranks.
 
         Raises:
-            CompressionError: `weights` is unknown, or the model cannot be exported; other ranks: CheckpointError.
-            NotAvailableError: packed integers need the package compressed-tensors.
+            CompressionError: on rank 0; `weights` is unknown, or the model cannot be exported.
+            NotAvailableError: on rank 0; packed integers need the package compressed-tensors.
+            CheckpointError: rank 0 failed.
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None
@@ -390,9 +391,13 @@ class CompressionHooks:
         log_rank0(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
 
     def replay(self, saved: dict[str, Any]) -> None:
-        """Remove the units that a checkpoint's model no longer has; raises CheckpointError if others were removed.
+        """Remove the units that a checkpoint's model no longer has. All ranks must call this.
 
-        saved: compression state of the checkpoint.
+        Args:
+            saved: compression state of the checkpoint.
+
+        Raises:
+            CheckpointError: the engine has more removals, or has kept other layers.
         """
         wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals

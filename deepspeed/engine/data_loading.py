@@ -35,8 +35,8 @@ class _Share(IterableDataset):  # type: ignore[type-arg]
 class _FromHere(Sampler[int]):
     """This rank's indices of an epoch, starting at any position, for any number of ranks.
 
-    The order is that of torch's DistributedSampler and does not depend on the ranks; position p goes to rank p modulo
-    the number of ranks.
+    The order is that of torch's DistributedSampler and does not depend on the ranks; position p after the start goes to
+    rank p modulo the number of ranks.
     """
 
     def __init__(self, whole: DistributedSampler[Any]) -> None:
@@ -88,10 +88,10 @@ class _Skipping(Sampler[Any]):
 
 
 class DeepSpeedDataLoader:
-    """A torch DataLoader over this rank's share of a dataset, shuffled in each epoch.
+    """A torch DataLoader over this rank's share of a dataset.
 
-    A map-style dataset is split by torch's DistributedSampler: every rank gets equally many samples, the last few
-    repeated (or dropped with `drop_last`). An iterable dataset is split by position.
+    A map-style dataset is split by torch's DistributedSampler: every rank gets equally many samples, by repeating a few
+    (with `drop_last`: dropping a few). An iterable dataset is split by position, and its remainder is dropped.
     """
 
     def __init__(
@@ -116,8 +116,7 @@ class DeepSpeedDataLoader:
             sampler: selects this rank's indices instead of the default.
             shuffle: draw a new order in each epoch, the same on all ranks.
             part: function that returns this rank's part of a batch; None: the whole batch.
-            loader: arguments of torch's DataLoader: collate_fn, num_workers, pin_memory, drop_last
-                (`dataloader_drop_last`) and so on.
+            loader: further arguments of torch's DataLoader, such as collate_fn and drop_last.
 
         Raises:
             DataError: the object is not a dataset, is empty, or too small for one batch; or `sampler` or collate_fn is
@@ -260,7 +259,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the size of the first tensor of token ids (integer, two or more dims, also in dicts); 0 if none."""
+    """Return the size of the first non-floating tensor with two or more dims, also in dicts; 0 if none or if bool."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

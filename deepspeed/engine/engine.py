@@ -137,7 +137,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def monitor(self) -> MonitorMaster:
-        """Return the monitor, for own events: `engine.monitor.write_events([(name, value, step), …])`."""
+        """Return the monitor, which also takes a program's events: `write_events([(name, value, step), …])`."""
         return self._instruments.monitor
 
     @property
@@ -147,7 +147,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
-        """Return the profiler of the `flops_profiler` block; None without the block, and on all ranks but 0."""
+        """Return the profiler of the `flops_profiler` block; None unless enabled, and on all ranks but 0."""
         return self._instruments.profiling.profiler
 
     @property
@@ -167,7 +167,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     Args:
         model: the module, which is cast and sharded in place.
         config: dict, path or base64 of the JSON.
-        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, if any.
+        optimizer: a torch optimizer, or a callable that creates one from parameters; None: as in `initialize`.
         model_parameters: parameters or parameter groups to train; None: all that require a gradient.
         lr_scheduler: a scheduler, or a callable that creates one from an optimizer; None: the JSON's, if any.
         training_data: dataset for `training_dataloader`; None: no loader.
@@ -237,7 +237,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     # -- construction ---------------------------------------------------------------------------------------------
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
-        """Reduce a whole model in place to this rank's part; returns those of `parameters` that remain."""
+        """Reduce a whole model in place to this rank's part; returns `parameters` without removed ones. Collective."""
         slice_model(model, config, mesh, mpu, optimizer)
         divide_experts_of(model, config, mesh, optimizer, parameters)
         pack_weights(model, config, mesh, optimizer, parameters)
@@ -281,7 +281,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module with these arguments and return its outputs.
 
-        In training, raises DataError if tensor-parallel ranks received different batches.
+        In training, raises DataError if tensor-parallel ranks received different batches (the first ten are compared).
         """
         if self.training:
             self._reports.look_at_batch(inputs, kwargs)
@@ -328,12 +328,13 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
                 loss of an update, over all ranks, divided by its total number of items. None: `loss` is a mean.
 
         Returns:
-            The loss divided by the accumulation steps (undivided with `num_items` or `scale_wrt_gas=False`).
+            The loss divided by the accumulation steps (undivided with `num_items` or `scale_wrt_gas=False`, or if
+            Lightning has divided it).
 
         Raises:
-            ArgumentError: the loss is not a differentiable scalar tensor.
-            UsageError: the engine has no optimizer, the micro-batches of an update mix calls with and without
-                `num_items`, or sequence-parallel ranks have different losses.
+            ArgumentError: the loss is not a differentiable scalar tensor, or `num_items` is negative or not finite.
+            UsageError: the engine has no optimizer, an update mixes calls with and without `num_items`, `num_items` is
+                passed inside `loop`, or sequence-parallel ranks have different losses.
         """
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
@@ -355,7 +356,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale, for a manual `.backward()` under fp16; errors as in `backward`."""
+        """Return the loss, with fp16 times the loss scale, for a manual `.backward()`; loss errors as in `backward`."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
@@ -381,7 +382,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of all backward passes inside the context once, in the next `step`; see `no_sync`."""
+        """Alias of `no_sync`: at stages 0 and 1, the next update reduces all gradients of the context at once."""
         with self.no_sync():
             yield
 
@@ -392,17 +393,18 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batches end with an update, in place of counting `gradient_accumulation_steps`."""
+        """Set whether an update follows each of the next micro-batches; replaces `gradient_accumulation_steps`."""
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch. After the last one before an update, clip, update, all-gather, and step the scheduler.
+        """End a micro-batch; after the last one, clip, update, all-gather, step the scheduler. All ranks must call it.
 
         Args:
             lr_kwargs: keyword arguments of the scheduler's `step`; None: none.
 
         Raises:
-            UsageError: the call is inside `no_sync`, or there is no optimizer.
+            UsageError: the call is inside `no_sync`, there is no optimizer, or ranks have made different calls.
+            LossScaleError: fp16 gradients overflowed at the minimum loss scale.
         """
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
@@ -415,12 +417,12 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._end_step()
 
     def flush(self) -> None:
-        """Update before `gradient_accumulation_steps` is reached, by the mean over the micro-batches so far.
+        """Update before `gradient_accumulation_steps` is reached; means are over the micro-batches so far.
 
         All ranks must call this, for example at the end of an epoch. Does nothing without a micro-batch.
 
         Raises:
-            UsageError: the engine has no optimizer.
+            UsageError: the engine has no optimizer, or ranks have made different calls.
         """
         if self._components.optimizer is None:
             raise self._components.without_optimizer("flush")
@@ -468,11 +470,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._preemption.stop_if_asked()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` updated the parameters; False if it only accumulated or was skipped."""
+        """Return whether the last `step` or `flush` updated the parameters; False if it accumulated or was skipped."""
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated since the last update; arguments as in torch. All ranks must call this."""
+        """Drop gradients since the last update; `set_to_none`: only without an optimizer. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -489,7 +491,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """Set the global batch size (samples per update) between two updates, by changing the accumulation steps.
 
         Raises:
-            ArgumentError: the size is not a multiple of micro-batch times ranks.
+            ArgumentError: the size is not a positive multiple of micro-batch size times data-parallel ranks.
             UsageError: micro-batches were run since the last update.
         """
         step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
@@ -523,7 +525,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
         Args:
             backend: backend of torch.compile.
-            compile_kwargs: arguments of torch.compile.
+            compile_kwargs: further arguments of torch.compile.
             schedule: passes of whole-graph compilation; only None is available.
             compiled_autograd_enabled: only False is available.
 
@@ -565,12 +567,12 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def destroy(self) -> None:
         """Remove the hooks and free optimizer state and gradients; the model remains, at stage 3 sharded.
 
-        All ranks must call this, since others may still read this rank's shards. During an exception it does not wait
-        for them.
+        All ranks must call this, since others may still read this rank's shards. The call waits for the other ranks,
+        except during an exception.
 
         Raises:
             ShardedParameterError: at the end, if an edit of a sharded parameter was lost.
-            CheckpointError: an asynchronous save failed.
+            CheckpointError: an asynchronous save failed; nothing was destroyed.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()

@@ -18,7 +18,7 @@ _EXPERTS = "Train/Experts/"
 class ExpertBalance:
     """Hooks on a model that balance its experts and count their tokens, if the JSON requests them.
 
-    Tokens are counted if `expert_parallel.load` is true, or is null and a monitor or the timeline is enabled.
+    Tokens are counted if `expert_parallel.load` is true, or null with a monitor or timeline, or for the bias update.
 
     Raises:
         ExpertParallelError: `bias_update_speed` is set, but the model has no layers of experts.
@@ -60,7 +60,7 @@ class ExpertBalance:
         return part
 
     def _share_loss(self, layers: list[Any], window: bool, forward: TrainingForward) -> None:
-        """Compute auxiliary losses over all ranks' tokens: in the gates of `MoE` layers, else in the model's loss."""
+        """Compute auxiliary losses over all ranks' tokens, in gates or the loss; NotAvailableError in a pipeline."""
         model, axis = self._state.module, self._state.axes.dp_sp_group
         gates = [(name, module) for name, module, _ in layers if isinstance(module, TopKGate)]
         for name, gate in gates:

@@ -35,7 +35,8 @@ def initialize(
     Args:
         args: a namespace with `deepspeed_config`, the path of the JSON, in place of `config`.
         model: a torch module, or a `PipelineModule`; required.
-        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, if any.
+        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, else AdamW if
+            `model_parameters` are given, else none.
         model_parameters: parameters or parameter groups to train; None: all that require a gradient.
         training_data: a dataset for the distributed loader; None: no loader.
         lr_scheduler: a scheduler, or a callable that creates one from the optimizer; None: the JSON's, if any.
@@ -48,10 +49,10 @@ def initialize(
         config_params: older name of `config`.
 
     Returns:
-        (engine, optimizer or None, loader or None, scheduler or None).
+        (engine, optimizer, loader, scheduler), None for a missing one; at stage 3 without optimizer `ModuleHooks`.
 
     Raises:
-        ArgumentError: an argument is missing, or arguments contradict each other.
+        ArgumentError: an argument is missing or invalid, or arguments contradict each other.
         DeepSpeedConfigError: the configuration is missing, given twice or invalid; a MeshError for sizes of the mesh.
     """
     if model is None:
@@ -90,7 +91,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options `--deepspeed` and `--deepspeed_config` to `parser`, and return it."""
+    """Add the options `--deepspeed`, `--deepspeed_config` and their older names to `parser`; returns `parser`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")

@@ -34,7 +34,7 @@ _SAMPLED = 1024  # maximum number of elements of each tensor that a digest reads
 
 
 def _digest(tensors: list[torch.Tensor]) -> float:
-    """Return a checksum of a sample of the batch's elements; -1 for a batch without values or with one value only."""
+    """Return a checksum of a sample of the batch's elements; -1 if no tensor has two different values in the sample."""
     digest, varies = 0, False
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.device.type == "meta" or not tensor.numel():
@@ -80,7 +80,7 @@ class ProgressLog:
             log_rank0(as_text(config.explain()))
 
     def look_at_batch(self, *arguments: Any) -> None:
-        """Warn if a rank's first batch (dim 0 of the first tensor) has the size of the batch of all ranks."""
+        """Warn if rank 0's first batch has the size (dim 0 of the first tensor) of all ranks' batches together."""
         if self._looked:
             return
         self._looked = True
@@ -102,7 +102,7 @@ class ProgressLog:
         return [self._digest] if self._compares else []
 
     def compare_digests(self, rows: list[list[float]]) -> None:
-        """Warn if ranks that should read different samples have equal digests; `rows`: `digest_row` of each rank."""
+        """Warn if ranks that should read other samples have rank 0's digest; `rows`: `digest_row` of each rank."""
         if not self._compares or not rows:
             return
         self._compares = False
@@ -133,7 +133,7 @@ class ProgressLog:
             log_rank0("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
 
     def _throughput(self) -> str:
-        """Format the samples per second since the last report."""
+        """Format the samples per second since the last report; "" if `timers.throughput` is off."""
         section = self._state.ds_config.timers.throughput
         if not section.enabled:
             return ""

@@ -1,4 +1,4 @@
-"""Metrics of an engine: monitor events, step timers, the FLOPs profiler and planner trials."""
+"""Metrics of an engine: monitor events, step timers, the FLOPs profiler and autotuner trials."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StepTimers:
                 timer.stop()
 
     def elapsed(self) -> dict[str, float]:
-        """Return the milliseconds since the last update, by part of a step; parts that have not run are omitted."""
+        """Return the milliseconds since the last update, by part of a step; parts that never ran may be missing."""
         names = ((part, pair[1]) for part, pair in _PAIRS.items())
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
@@ -129,7 +129,8 @@ class StepTimers:
 class Profiling:
     """FLOPs profile of the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
-    Operations are counted in the preceding update, once per shape of the inputs, since counting takes time.
+    Operations are counted in the first micro-batch of the preceding update, since counting takes time. A micro-batch
+    of the profiled update whose inputs have other shapes is counted itself.
 
     Args:
         elapsed: returns the milliseconds since the last update, by part of a step.
@@ -243,9 +244,8 @@ class Instruments:
     """Measurements of each update, and their output to monitors, log and progress line.
 
     Attributes:
-        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. The
-            timer does not synchronize the device: an update ends with the norm on the host, so little work is pending.
-            The timer logs no lines, since the line of `steps_per_print` has the current figure.
+        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on,
+            without synchronization of the device and without log lines.
     """
 
     def __init__(self, state: EngineState, engine: StateAccessors, balance: ExpertBalance) -> None:
@@ -277,7 +277,7 @@ class Instruments:
             self.start_progress(None)
 
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
-        """Return the callbacks after an update, in order; each is called with all ranks' `row` and the samples."""
+        """Return the active callbacks after an update, in order; arguments: `row` of each rank, samples over ranks."""
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
             (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
@@ -467,15 +467,15 @@ class Instruments:
     # -- gradients by name ----------------------------------------------------------------------------------------
 
     def gradient_norms(self) -> dict[str, float]:
-        """Compute the L2 norm of each parameter's mean gradient since the last update, before clipping.
+        """Compute the L2 norm of each parameter's gradient accumulated since the last update, before clipping.
 
         All ranks must call this between `backward` and `step`. With tensor parallelism, a norm covers all slices.
 
         Returns:
-            Norms by parameter name, in the model's order; parameters without a gradient on any rank are missing.
+            Norms by parameter name, in the model's order; parameters for which no rank has a gradient are missing.
 
         Raises:
-            UsageError: the engine has no optimizer.
+            UsageError: the engine has no optimizer, or ranks have made different calls.
         """
         optimizer, reducer = self._state.components.optimizer, self._state.components.reducer
         if optimizer is None or reducer is None:
@@ -494,7 +494,7 @@ class Instruments:
         return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
 
     def _all_names(self, reducer: Reducer) -> list[str]:
-        """Return the names of all parameters of one model copy, in the same order on all ranks."""
+        """Return the names of all parameters of one model copy, in the same order on all ranks. Collective."""
         members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
         local_names = [member.name for member in members]
         axis = self._state.axes.model_replica_group

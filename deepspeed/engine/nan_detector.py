@@ -97,11 +97,11 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Search if the norm or a loss is not finite; called between norm and update. All ranks must call this.
+        """Search (`reports` times at most) if norm or losses are not finite; called before the update. Collective.
 
         Args:
-            norm: gradient norm, or None.
-            rows: `Instruments.row` of each rank, which begins with the sum of its losses.
+            norm: gradient norm, or None; ignored while a dynamic loss scale is above its minimum.
+            rows: `Instruments.row` of each rank, which begins with the sum of its losses; ignored with dp_replicate.
         """
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
@@ -154,7 +154,7 @@ class NonFiniteFinder:
             torch.save({"where": words, "inputs": [tensor.cpu() for tensor in finding.inputs]}, path)
 
     def _search(self) -> tuple[int, Finding | None]:
-        """Run all micro-batches again, as all ranks must; returns (index of the first with a finding, that finding)."""
+        """Run all micro-batches again; returns (micro-batch, finding) of the first one, else (0, None). Collective."""
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]

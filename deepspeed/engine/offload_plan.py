@@ -26,7 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """Storage tiers of one engine. State in the same place uses the same tier, which shares its buffers."""
+    """Storage tiers of one engine. All state in the same place shares one tier and the tier's buffers."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -38,7 +38,7 @@ class Offload:
 
     @cached_property
     def active(self) -> bool:
-        """Return whether any state is stored outside of the device."""
+        """Return whether the JSON offloads optimizer state, or parameters at stage 3."""
         gathers = policy_for(self.config.zero.stage).gathers_before_use
         return self.optimizer.device != "none" or (gathers and self.parameters.device != "none")
 
@@ -83,10 +83,10 @@ class Offload:
         return self._disks[path]
 
     def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
-        """Log the bytes of all groups by place, and check free space and speed of the disks.
+        """With offload, log the bytes of all groups by place, check the disks' free space and measure their speed.
 
         Returns:
-            Bytes on this rank between steps, by place: device, host and nvme.
+            Bytes on this rank between steps, by place: "device", "host" and "nvme".
 
         Raises:
             StorageError: a disk has too little free space.
@@ -124,7 +124,7 @@ def _low_master(config: DeepSpeedConfig) -> torch.dtype | None:
 
 
 def master_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the optimizer's masters for parameters of `dtype`: fp32, unless the JSON requests 16 bits."""
+    """Return the dtype of masters for parameters of `dtype`: fp64 for fp64, else fp32 or the JSON's 16-bit dtype."""
     return dtype if dtype in (_low_master(config), torch.float64) else torch.float32
 
 

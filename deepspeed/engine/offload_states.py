@@ -23,7 +23,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """Kinds of training state; hp (high precision): fp32 masters, lp (low precision): the dtype of the model."""
+    """Kinds of training state: optimizer state, masters, stage-3 parameters, gradient sums, reduction buffers."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -51,7 +51,7 @@ class OffloadStates:
         """Move training state from the device to host memory until `reload_states`. All ranks must call this.
 
         State that is already offloaded (`offload_optimizer`, `offload_param`), and whole parameters (stages 0 to 2),
-        are not moved. Until the state is reloaded, forward and step raise.
+        are not moved. Until the state is reloaded, a forward pass of the engine raises UsageError.
 
         Args:
             include: kinds of state; None: all kinds.
@@ -121,7 +121,7 @@ class OffloadStates:
         raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
-        """Return the state of these kinds that belongs on the device, whether offloaded or not."""
+        """Return the state of these kinds that the JSON keeps on the device, also if `offload_states` has moved it."""
         tensors: list[Any] = []
         for group in self._state.components.groups:
             if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:

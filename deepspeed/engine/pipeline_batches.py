@@ -66,7 +66,7 @@ def agree(
         refused: reason why this rank cannot run; raised here after every rank knows.
 
     Raises:
-        DataError: the data of a rank failed or ended early.
+        DataError: the data of another rank failed, or data ended early.
         UsageError: ranks request different windows or calls.
         PipelineError: another rank refused to run.
     """
@@ -98,7 +98,7 @@ def agree(
 
 
 def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
-    """Raise on all ranks if a window cannot start; returns the reports of ranks that read data, by rank."""
+    """Raise if a window cannot start; returns the reports of ranks that read data (if none does, all), by rank."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
         raise PipelineError(f"the call was refused on rank {refused[0]}; see its traceback. No micro-batch was run")
@@ -183,7 +183,7 @@ class WindowDriver:
         return self._parts[chunk].words
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run forward of a chunk on a micro-batch; returns the outputs, or in training the last part's loss.
+        """Run forward of a chunk on a micro-batch; returns the outputs, or in training the last part's weighted loss.
 
         `received` is the message of the previous part; chunk and micro-batch are given by their numbers.
         """
@@ -205,7 +205,7 @@ class WindowDriver:
         Args:
             roots: outputs of the chunk; for the last part, the loss.
             gradients: received gradients of the roots; None for the last part.
-            run: runs autograd, called with roots and their gradients.
+            run: runs autograd; called with the scaled loss, or with roots and their gradients.
         """
         window = self._window
         self.ran["backward"] += 1

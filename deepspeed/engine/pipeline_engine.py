@@ -52,7 +52,7 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSched
 class PipelineEngine(DeepSpeedEngine):
     """Engine that trains a model whose layers are split into pipeline stages. Arguments as in `DeepSpeedEngine`.
 
-    Raises NotAvailableError if the JSON combines the pipeline with features that it does not support, such as `sp`.
+    Raises NotAvailableError if the JSON or the mesh has a feature that pipelines do not support, such as `sp`.
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
@@ -144,10 +144,7 @@ class PipelineEngine(DeepSpeedEngine):
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:
-        """Simulate the schedule of an update with `micros` micro-batches.
-
-        Returns:
-            Its time in units of the stages' costs, the stored activations and the idle fraction.
+        """Simulate the schedule of an update with `micros` micro-batches; returns time, activations and idle fraction.
 
         Raises:
             ArgumentError: the schedule does not support this number.
@@ -163,22 +160,22 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: iterator over this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
-                first and last stage only. None: `training_data`, or the iterator of `set_dataiterator`. A window of
-                `loop` may have fewer micro-batches.
+                first and last stage only. None: the iterator of `set_dataiterator`, else `training_data`. A window
+                of `loop` may have fewer micro-batches.
             num_items: returns the number of items (tokens) of a micro-batch; losses are then sums over items, and the
                 gradient is that of the total loss divided by the total number. None: losses are means with equal
                 weights.
 
         Returns:
-            The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
-            same on every rank.
+            The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32 on the
+            CPU, the same on every rank.
 
         Raises:
-            DataError: a rank's data ended before the window was full, or failed; nothing was computed.
+            ArgumentError: this rank needs data, and `data_iter` is not an iterator or there is none.
+            DataError: a rank's data ended before the window was full, or another rank's failed; nothing was computed.
             PipelineError: a stage failed (the message has its layers and micro-batch), or a rank is in evaluation mode
                 or inside `no_sync`.
-            UsageError: the engine has no optimizer, `num_items` is passed with a window of `loop`, which counts
-                samples, or ranks pass different windows.
+            UsageError: the engine has no optimizer, `num_items` is passed with a window of `loop`, or windows differ.
         """
         if self._components.destroyed:
             raise self._components.without_optimizer("train_batch")
@@ -214,7 +211,7 @@ class PipelineEngine(DeepSpeedEngine):
         return mean
 
     def _compare_shared(self) -> None:
-        """Raise an error if parameters that stages share (tied) differ between stages. All ranks must call this."""
+        """Raise PipelineError if parameters shared by stages (tied) differ between stages. All ranks must call this."""
         shared: dict[str, torch.Tensor] = {
             name: param
             for name, param in self.module.named_parameters()
@@ -224,7 +221,7 @@ class PipelineEngine(DeepSpeedEngine):
             check_shared(shared, self.mesh.axis("pp"))
 
     def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
-        """Return the last stage's numbers, or None if they are None. All ranks must call this."""
+        """Return the last stage's `numbers`; None if `numbers` is None. All ranks must call this."""
         return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
@@ -259,11 +256,11 @@ class PipelineEngine(DeepSpeedEngine):
             num_micro_batches: number of micro-batches; None: as in training.
 
         Returns:
-            The loss, 0-d fp32 (a list of them without reduction); see `return_logits` and `compute_loss`.
+            The loss, 0-d fp32 on the CPU (a list with one per micro-batch without reduction); see `return_logits`.
 
         Raises:
             ArgumentError: `reduce_output` is unknown, or `data_iter` is not an iterator.
-            DataError: a rank's data ended early or failed.
+            DataError: a rank's data ended early, or another rank's failed.
             UsageError: ranks make different calls.
             PipelineError: a stage failed.
         """
@@ -289,7 +286,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _evaluated(
         self, outputs: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
     ) -> Any:
-        """Return the loss over all ranks from the outputs of the last stage. All ranks must call this."""
+        """Return the loss of `eval_batch`, on all ranks, from the last stage's outputs. All ranks must call this."""
         last, weights, batch_losses = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
@@ -326,7 +323,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
-        """Gather every rank's counts of the window. All ranks must call this.
+        """Gather every rank's counts of the window, with its `losses` and number of `items`. All ranks must call this.
 
         If `problem` is not None on one rank, all raise: that rank its problem, the others PipelineError.
         """
@@ -348,7 +345,7 @@ class PipelineEngine(DeepSpeedEngine):
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
-        """Set `metrics` on all ranks to the last stage's means; `counts` is the result of `_gather_counts`."""
+        """Set `metrics` on all ranks to the last stage's means; `counts`: result of `_gather_counts`. Collective."""
         has_metrics = any(count.metrics for count in counts)
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
@@ -477,17 +474,18 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Iterator[Window]:
         """Yield windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
 
-        A window has `gradient_accumulation_steps` micro-batches; the last one may have fewer.
-        Gradients, losses and metrics are weighted by real samples.
+        A window has `gradient_accumulation_steps` micro-batches, the last one maybe fewer. Means are over real samples.
 
         Args:
             loader: this rank's loader of any length, equal on all stages; None: `training_dataloader`. Stages of a
                 PipelineModule that need no data ignore it.
-            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
+            policy: "drop": end with the shortest loader; "pad", "cycle": with the longest, while others repeat the last
+                batch with weight 0 or restart.
             progress: show a live line on rank 0; None: only if the launcher has `--progress`.
 
         Raises:
-            DataError: on all ranks, if the loader of a rank is missing, fails or has no batch.
+            ArgumentError: this rank's loader is missing.
+            DataError: another rank's loader is missing or fails, a loader has no batch, or the policy is unknown.
 
         Example:
             >>> for window in engine.loop(loader):
@@ -505,7 +503,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 class _MissingLoader:
-    """Placeholder for a missing loader; its iteration raises, so that `equal_steps` raises on every rank."""
+    """Placeholder for a missing loader: iteration raises ArgumentError, so that `equal_steps` raises on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
         raise ArgumentError("loop() needs a loader: there is no training_data either")

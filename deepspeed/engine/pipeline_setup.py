@@ -36,7 +36,7 @@ _PROFILED_TOKENS = 512  # tokens per row; at most a model's positions minus two,
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Return whether the engine must run a pipeline: for a `PipelineModule`, or if the JSON's mesh has pp and no `mpu`.
+    """Return whether a pipeline engine is needed: for a `PipelineModule`, or without `mpu` if the JSON sets pp above 1.
 
     Args:
         config: dict, path or base64 of the JSON.
@@ -55,7 +55,7 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         Whether the model has no values (meta device), equal on all ranks.
 
     Raises:
-        UsageError: the model is on the meta device on some ranks only.
+        UsageError: the model is on the meta device on some ranks only, or belongs to another engine.
         PipelineError: models differ between stages, or another rank raised an error.
         NotAvailableError: the JSON has settings that a pipeline does not support.
         ArgumentError: the optimizer has state already.
@@ -141,7 +141,7 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
-    """Create a function that times blocks on all ranks, on at most 512 tokens per row, and returns the medians."""
+    """Create a function that times blocks on all ranks, on at most 512 tokens per row; it returns median seconds."""
 
     def measured(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -160,7 +160,7 @@ meters: Replaceable[Callable[[DeepSpeedConfig, Mesh], Meter | None]] = Replaceab
 
 
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Reshard parameters that are sharded over all ranks to the ranks of their own stage. All ranks must call this."""
+    """Reshard parameters of `zero.Init` over their stage's ranks (below stage 3: unshard). All ranks must call this."""
     shards = config.zero.stage == 3
     with alarmed(lambda: "laying parameters over the ranks of their stage"):
         shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
@@ -227,7 +227,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
     """Return the parameters, or parameter groups, that belong to this stage, for its optimizer.
 
-    None stays None (all trainable parameters) unless the stage has none; then the result is one empty group.
+    None stays None (all trainable parameters). Groups stay, even empty ones. If nothing is left: one empty group.
     """
     left = set(model.parameters())
     if parameters is None:
@@ -290,7 +290,7 @@ def generate(
 
 @contextmanager
 def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Let calls of the model inside the context run all stages and return the last stage's outputs on every rank."""
+    """Context in which a forward of the model runs all stages and returns the last stage's outputs on every rank."""
     own, before, inside = model.forward, vars(model).get("forward"), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class Preemption:
         state.hooks.checkpointed.append(self._remember)
 
     def listen(self) -> None:
-        """Install handlers for signals that have none; existing handlers of the user or a client are not replaced."""
+        """Install handlers for those of `SIGNALS` that have none, in the main thread only; existing handlers stay."""
         _listening.add(self)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -58,7 +58,7 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """Save all engines and raise SystemExit(85) if all ranks have agreed to stop after this update.
+        """If all ranks agreed to stop after this update, save engines with a known folder and raise SystemExit(85).
 
         All ranks must call this after each update; raises CommError if another rank has failed.
         """

@@ -40,7 +40,7 @@ class ProgramAttributes:
     """Attributes and methods of the original DeepSpeed's engine that have no other implementation here.
 
     Attributes:
-        warn_unscaled_loss: accepted without effect; `backward` raises for a loss that was scaled manually.
+        warn_unscaled_loss: accepted without effect.
     """
 
     _state: EngineState
@@ -65,7 +65,7 @@ class ProgramAttributes:
 
     @property
     def _support_torch_style_backward(self) -> bool:
-        """Return True: `loss.backward()` is equivalent to `engine.backward(loss)` if losses are not scaled."""
+        """Return True: without loss scale and sp, `loss.backward()` is equivalent to `engine.backward(loss)`."""
         return True
 
     def random_ltd_enabled(self) -> bool:
@@ -89,7 +89,7 @@ class ProgramAttributes:
         log_rank0(f"forward: {fwd_time:.2f} ms")
 
     def _report_progress(self: Any, step: int) -> None:
-        """Log the step, the skipped steps and the learning rates."""
+        """Log the step, the number of skipped steps, the learning rates and the momenta."""
         log_rank0(f"step={step}, skipped={self._state.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
 
     def _copy_recovery_script(self, save_path: str) -> None:
@@ -98,13 +98,10 @@ class ProgramAttributes:
             Path(save_path, name).write_bytes(text)
 
     def full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None) -> torch.Tensor | None:
-        """Return the whole fp32 master of a parameter, or a whole tensor of its optimizer state. Collective.
+        """Return the result of `safe_get_full_fp32_param` or `safe_get_full_optimizer_state`. Collective.
 
         Args:
-            optim_state_key: name of the state tensor, such as "exp_avg"; None: the master.
-
-        Returns:
-            The result of `safe_get_full_fp32_param` or `safe_get_full_optimizer_state`, which can be None.
+            optim_state_key: name of the state tensor, such as "exp_avg"; None: the fp32 master.
         """
         if optim_state_key is None:
             return safe_get_full_fp32_param(param)

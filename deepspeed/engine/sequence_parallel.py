@@ -28,7 +28,7 @@ BARE = (
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
     """Adapt a Transformers model in place to inputs that are slices of a sequence, if the mesh has several `sp` ranks.
 
-    `mpu` may be the object that `UlyssesSPAttentionHF` returned, which has settings of the adaptation.
+    `mpu` may be the object that `UlyssesSPAttentionHF` returned, with settings of the adaptation.
     """
     settings = settings_of(mpu)
     cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
@@ -70,10 +70,10 @@ class Sequencing:
                 prove(model, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this rank's slice of the arguments of a forward in training. All ranks must call this.
+        """Return (args, kwargs) of a forward in training, sliced for this rank. All ranks must call this.
 
         The first ten batches are compared between ranks. Equal batches are sliced here; others must be slices of the
-        same sequence already, else an error is raised on all ranks.
+        same sequence already, else DataError is raised on all ranks of the sequence.
         """
         if self._batches:
             self._batches -= 1
@@ -89,7 +89,7 @@ class Sequencing:
         return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
 
     def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether all ranks received the same batch; raises if batches are no slices of one sequence."""
+        """Return whether all ranks got the same batch; DataError if batches are no slices of a sequence. Collective."""
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         digests = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
@@ -107,7 +107,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise UsageError if one of the first ten losses differs between ranks of a sequence. All must call this."""
+        """Raise UsageError if one of the first ten losses differs between ranks of a sequence. Collective."""
         if not self._losses:
             return
         self._losses -= 1

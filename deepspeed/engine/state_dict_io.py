@@ -37,9 +37,8 @@ _windows: weakref.WeakKeyDictionary[nn.Module, SaveWindow] = weakref.WeakKeyDict
 class SaveWindow:
     """Weak references to the last gathered weights, which `save_pretrained` of submodules saves until one changes.
 
-    A client gathers the whole weights and then calls `save_pretrained` of a submodule. Gathering is a collective, but
-    the later call may run on one rank or on all. So `save_pretrained` of a submodule of a sharded model uses the last
-    gathered weights if they still exist and none has changed: rank 0 writes them, and the others write nothing. No
+    A client gathers the whole weights and then calls `save_pretrained` of a submodule, on one rank or on all. If the
+    gathered weights still exist and none has changed, rank 0 writes these weights, and the others write nothing. No
     collective runs, and no tensor is kept alive for this purpose.
 
     Args:
@@ -170,7 +169,7 @@ class WeightsIO:
 
         Raises:
             UsageError: the last load has failed midway.
-            OSError: writing failed; other ranks raise CheckpointError.
+            OSError: writing failed on rank 0; other ranks raise CheckpointError.
         """
         if self._state.ds_config.zero.stage == 3 and not self._state.ds_config.zero.gather_16bit_weights_on_model_save:
             logger.warning(
@@ -243,7 +242,7 @@ class WeightsIO:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state dict; sharded parameters are placeholders, which gather when they are read.
+        """Return the module's state dict; sharded parameters are placeholders, and reading one can be a collective.
 
         Args:
             destination: dict to fill; None: a new one.
@@ -265,16 +264,16 @@ class WeightsIO:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> load.Loaded:
-        """Load full weights into the module, sharded or not. All ranks must pass the same weights.
+        """Load full weights into the module, sharded or not. All ranks must call this, with the same weights.
 
         Args:
             checkpoint: a state dict, or a dict that has one under `module`.
-            strict: require equal names, and load every element of the model.
+            strict: require equal names.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
             fetch_z3_params: accepted without effect: shards are loaded directly.
 
         Returns:
-            The loaded, missing and unexpected names.
+            Missing and unexpected names, and numbers of elements; all empty or 0 with `custom_load_fn`.
 
         Raises:
             CheckpointError: names differ and `strict`, or a shape differs.
@@ -313,7 +312,7 @@ class WeightsIO:
 
         Args:
             state_dict: whole weights, the same on all ranks, which must all call this.
-            strict: require equal names, and load every element of the model.
+            strict: require equal names.
             assign: only False is supported: values are copied into the existing parameters.
 
         Returns:

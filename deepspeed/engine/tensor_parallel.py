@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def axes_cut_by_model(model: nn.Module) -> list[Asked]:
-    """Return the mesh dims over which `tp_model_init` or `PipelineModule` has already split a model, with sizes."""
+    """Return (mesh dim, size, origin) of the dims over which `tp_model_init` or `PipelineModule` has split a model."""
     plan = plan_of(model)
     axes = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
     stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
@@ -123,7 +123,7 @@ def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimize
     """Quantize in place the weights that `weight_quantization` of the JSON selects, in a model that is not trained.
 
     Raises:
-        ArgumentError: an optimizer or `parameters` are given.
+        ArgumentError: an optimizer (also in the JSON) or `parameters` are given.
         NotAvailableError: the mesh has tensor or pipeline parallelism.
     """
     section = config.top.weight_quantization

@@ -82,10 +82,7 @@ class Tracing:
 
     @staticmethod
     def _ahead(group: Any) -> int:
-        """Return the nanoseconds by which this rank's clock is ahead of the first rank's. All ranks must call this.
-
-        Processes of one machine have the same clock. Otherwise ranks compare clocks in several rounds after a barrier.
-        """
+        """Return how many nanoseconds this rank's clock is ahead of the first rank's; 0 on one machine. Collective."""
         clocks: list[Any] = [None] * group.size()
         all_gather_object(clocks, boot(), group=group)
         if len(set(clocks)) == 1:

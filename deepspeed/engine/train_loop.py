@@ -88,9 +88,9 @@ class _BatchReader:
         return False
 
     def exchange(self, flag: int) -> tuple[int, int]:
-        """Return the minimum and maximum flag of all ranks; if a loader has failed, raises on all ranks.
+        """Return the minimum and maximum flag of all ranks. All ranks must call this.
 
-        Its own rank raises the loader's error, the other ranks raise DataError.
+        If a loader has failed, its rank raises the loader's error, and the other ranks raise DataError.
         """
         low, high = self.agree(flag)
         if self.problem is not None:
@@ -105,10 +105,7 @@ class _BatchReader:
 def equal_steps(
     loader: Iterable[Any] | None, *, agree: Agree, policy: str, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
-    """Yield batches so that all ranks make the same number of steps.
-
-    Each step exchanges one small number, so that a loader that ends or fails on one rank ends the loop on all ranks
-    instead of blocking them in a collective.
+    """Yield batches so that all ranks make the same number of steps; all ranks must iterate.
 
     Args:
         loader: this rank's loader; None: the rank needs no data, and gets None whenever the others get a batch.
@@ -211,16 +208,19 @@ class TrainLoop:
         )
 
     def loop(self, loader: Iterable[Any], policy: str = "drop", progress: bool | None = None) -> Iterator[Any]:
-        """Yield batches of `loader`, the same number on every rank. Gradients are weighted by real samples.
+        """Yield batches of `loader`, the same number on every rank; all ranks must iterate.
+
+        Gradients are weighted by real samples. In training, an incomplete window at the end is applied (`flush`).
 
         Args:
             loader: this rank's loader, of any length.
-            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
+            policy: "drop": end with the shortest; "pad", "cycle": with the longest, while others repeat the last batch
+                with weight 0 or restart.
             progress: show a live line on rank 0: step, loss of this rank, samples per second of all ranks, remaining
                 time if the loader has a length, memory. None: only if the launcher has `--progress`.
 
         Raises:
-            DataError: on all ranks, if the loader of a rank fails or has no batch, or the policy is unknown.
+            DataError: another rank's loader fails, a loader has no batch, or the policy is unknown.
         """
         with self._shown(loader, progress):
             try:

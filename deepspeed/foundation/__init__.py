@@ -1,1 +1,1 @@
-"""Utilities for all packages: logging, timers, trees of tensors. Imports no other package, and does not use ranks."""
+"""Utilities for all packages, such as logging, timers and trees of tensors."""

@@ -382,7 +382,7 @@ LATER = {
 
 
 class _Placeholder(type):
-    """Metaclass of placeholder classes: calls and attributes raise, `isinstance` is False, subclassing is allowed."""
+    """Metaclass of placeholder classes: calls and attributes raise NotAvailableError, subclassing is allowed."""
 
     feature: str
 

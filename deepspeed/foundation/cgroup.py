@@ -47,7 +47,7 @@ class CgroupMemory:
         return 0
 
     def kills(self) -> int:
-        """Return the number of out-of-memory kills in this group, or on the machine if the group has no counter."""
+        """Return the out-of-memory kills in the innermost group with a counter, else on the machine; 0 if unknown."""
         for folder in self._folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):

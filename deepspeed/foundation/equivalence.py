@@ -123,7 +123,7 @@ def example_inputs(model: nn.Module, example: Any = None, shape: tuple[int, int]
 
 
 def made_up_inputs(model: nn.Module, config: Any, rows: int, tokens: int) -> dict[str, Any]:
-    """Create random inputs on the CPU for a Transformers model without KV cache: tokens or images.
+    """Create random inputs on the CPU for a Transformers model: tokens or images, and arguments that disable the cache.
 
     Args:
         model: the model.
@@ -153,13 +153,13 @@ def made_up_inputs(model: nn.Module, config: Any, rows: int, tokens: int) -> dic
 
 
 def example_tokens(config: Any, rows: int, tokens: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw random tokens [rows, tokens] from the vocabulary of a config, without the first three (special) tokens.
+    """Draw random tokens [rows, tokens] from the first 1,000 of a vocabulary, without the first three (special) tokens.
 
     Args:
         config: config of a Transformers model; without a vocabulary size, tokens are below 32.
         rows: number of sequences.
         tokens: sequence length.
-        generator: random generator; None: a new one.
+        generator: random generator; None: a new one with seed 1.
     """
     size = min(int(vocabulary_size(config) or getattr(config, "vocab_size", None) or 32), _LARGEST_TOKEN)
     generator = torch.Generator().manual_seed(1) if generator is None else generator

@@ -1,8 +1,7 @@
 """Simulation of an engine in one process, with tensors that have no values.
 
-No other code checks whether it is simulated. Each function with effects outside of the process is a `Replaceable`, and
-a simulation replaces it: native code computes nothing, messages have no receiver, and a disk only counts bytes
-(`comm/fake_world.py`, `planner/fake_world.py`).
+Each function with effects outside of the process is a `Replaceable`, which a simulation replaces: native code computes
+nothing, messages have no receiver, and a disk only counts bytes (`comm/fake_world.py`, `planner/fake_world.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def per_host() -> int:
 
 
 def stage_outputs() -> dict[int, Any]:
-    """Return the recorded outputs of pipeline parts, by part: one stage's simulation adds them, the next reads them."""
+    """Return the simulation's outputs of pipeline parts, by part: one stage's simulation adds outputs for the next."""
     return _running[-1][3]
 
 

@@ -2,7 +2,7 @@
 
 Transformers renames arguments: the KV cache is `past_key_values` up to 5.23 and `cache` from 5.24 on, while models
 with custom code keep the older name. So this module looks in the signature of the called forward for any of the names
-or for the annotation, and recognizes a cache in a call or an output by its type. Transformers is not imported.
+or for the annotation, and recognizes a cache in a call or an output by type or name. Transformers is not imported.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _text(annotation: Any) -> str:
 
 
 def with_cache(name: str, cache: Any) -> dict[str, Any]:
-    """Return arguments that pass `cache` to forward under the argument `name`."""
+    """Return arguments that pass `cache` to forward under the argument `name`, with `use_cache` True."""
     return {name: cache, _USES: True}
 
 
@@ -94,7 +94,7 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 
 def caches_at_all(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with the KV cache enabled; unchanged if the model has no such argument."""
+    """Return the arguments of a call with `use_cache` True; unchanged if the model does not accept `use_cache`."""
     return {**call, _USES: True} if _USES in call or without_cache(model) else dict(call)
 
 
@@ -108,7 +108,7 @@ def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
 
 
 def uncached(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer's call with its KV caches set to None, so that a repeated call writes to none."""
+    """Return a layer's arguments with KV caches None and a given `use_cache` False, so that a call fills no cache."""
     return {**call, **dict.fromkeys(caches_in(call))} | ({_USES: False} if _USES in call else {})
 
 

@@ -31,7 +31,7 @@ _lock, _open = threading.Lock(), list[object]()
 
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
-    """Return glibc's `mallopt`, or None if the user has set the threshold for large blocks."""
+    """Return glibc's `mallopt`; None without it, or if the user has set the threshold for large blocks."""
     user_set = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
     return None if user_set else mallopt
@@ -62,7 +62,7 @@ def _resident(address: int, nbytes: int) -> int:
 
 
 def heap() -> range:
-    """Return the address range of the process's heap; the system reclaims freed heap memory only from its end."""
+    """Return the address range of the heap, empty if unknown; the system reclaims freed memory only from the end."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
         for line in lines:
             if line.endswith("[heap]\n"):
@@ -74,7 +74,7 @@ def heap() -> range:
 def own_pages() -> Generator[None, None, None]:
     """Context in which blocks of 1 MiB and more are allocated outside of the heap, so that freeing unmaps them.
 
-    It applies to all threads. Blocks that fit into a free gap of the heap are still placed there, unlike `mapped` ones.
+    All threads are affected. A threshold of the user stays. Blocks that fit into a gap of the heap still go there.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -104,7 +104,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 def huge_pages(address: int, nbytes: int) -> None:
     """Request huge pages for new memory, since a page fault for each 4 KiB takes longer than a read from a disk.
 
-    Errors of the system are ignored. Blocks in the heap are left unchanged, since they are not unmapped when freed.
+    Errors of the system are ignored. Blocks with less than 1 MiB of whole pages are left unchanged.
     """
     madvise = _madvise()
     begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE

@@ -1,4 +1,4 @@
-"""Search and mapping of tensors in nested lists, tuples, dicts, dataclasses and model outputs."""
+"""Search of tensors in nested containers, dataclasses and model outputs; mapping in lists, tuples and dicts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested containers, in order."""
+    """Yield every tensor in nested mappings, lists, tuples, sets and dataclasses, in order."""
     yield from leaves_in(value, torch.Tensor)
 
 
 def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[Any]:
-    """Yield every object of the classes `kinds` in nested containers, in order."""
+    """Yield every object of the classes `kinds` in nested containers, as `tensors_in`."""
     if isinstance(value, kinds):
         yield value
     elif isinstance(value, Mapping):
@@ -30,7 +30,7 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `change` to every tensor of nested lists, tuples and dicts; unchanged containers are not copied."""
+    """Return nested lists, tuples and plain dicts with `change` applied to every tensor; other objects are kept."""
     return map_leaves(change, torch.Tensor, value)
 
 

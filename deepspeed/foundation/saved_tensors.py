@@ -32,7 +32,7 @@ def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
 
 
 def saved_by(node: object) -> Iterator[tuple[str, Any]]:
-    """Yield (attribute that unpacks it and checks its version, `SavedTensor`) for each saved tensor of a node."""
+    """Yield (name of the unpacking attribute, `SavedTensor`) of each saved tensor of a node; none after backward."""
     for name in _names_of(type(node)):
         unpacked = name.removeprefix("_raw")
         if not hasattr(type(node), unpacked):

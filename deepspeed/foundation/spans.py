@@ -131,7 +131,7 @@ class SpanRecorder:
         return _Open(self, (category, label, module, nbytes)) if self.on else _NOTHING
 
     def enter(self, category: str, label: str) -> None:
-        """Begin a span, which this thread's next `leave` ends."""
+        """Begin a span, which the matching `leave` of this thread ends."""
         self._open.entered.append((now(), category, label))
 
     def leave(self) -> None:

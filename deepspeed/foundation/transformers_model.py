@@ -40,7 +40,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def text_config(model: Any, decoder: bool | None = None) -> Any:
-    """Return the config of the text part of a model or config; None if there is none.
+    """Return the config of the text part of a model or config; None for a model without config.
 
     Args:
         model: any module, or a config.
@@ -72,7 +72,7 @@ def config_number(config: Any, keys: Sequence[str]) -> int | None:
 
 
 def head_counts(config: Any) -> list[int]:
-    """Return the numbers of attention heads above 1 in a config or its nested configs."""
+    """Return the integers above 1 of all entries with "head" in their names, in a config and its nested configs."""
     counts: list[int] = []
     entries = cast("dict[str, Any]", vars(config) if hasattr(config, "__dict__") else {})
     for key, entry in entries.items():

@@ -46,7 +46,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
-    """Return each tensor's float64 sum of squares, from one native call; None if the library does not support them."""
+    """Return each tensor's float64 sum of squares, from one native call; None if the native library cannot do it."""
     native = library()
     if native is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
         return None
@@ -163,10 +163,10 @@ def get_grad_norm(
 
     Args:
         parameters: one or several parameters; those without a gradient are ignored.
-        norm_type: p of the p-norm; inf: the largest magnitude.
+        norm_type: p of the p-norm; inf: the maximum norm.
         mpu: model-parallel unit with `get_model_parallel_group` and `get_model_parallel_rank`; None: this rank alone.
-            With it, the norm is over the group's ranks; parameters marked `model_parallel` differ between ranks, and
-            the others count once.
+            With a unit, all ranks of its group must call this, and the norm is over these ranks; parameters without
+            the mark `model_parallel` count once.
 
     Returns:
         0-d tensor.

@@ -22,11 +22,7 @@ class LossScaler:
     dynamic = False
 
     def __init__(self, scale: float = 1.0) -> None:
-        """Set the scale.
-
-        Args:
-            scale: factor on the loss (`fp16.loss_scale`).
-        """
+        """Set the scale, the factor on the loss (`fp16.loss_scale`)."""
         self.scale = float(scale)
 
     @property
@@ -73,8 +69,8 @@ class DynamicLossScaler(LossScaler):
             scale_factor: factor of each decrease or increase.
             scale_window: steps without overflow before an increase (`fp16.loss_scale_window`).
             min_scale: the smallest scale (`fp16.min_loss_scale`).
-            delayed_shift: overflows before a decrease, the hysteresis (`fp16.hysteresis`).
-            consecutive_hysteresis: reset the hysteresis after a step without overflow (`fp16.consecutive_hysteresis`).
+            delayed_shift: number of overflows until the first decrease, the hysteresis (`fp16.hysteresis`).
+            consecutive_hysteresis: reset the hysteresis after every step without overflow, not only at an increase.
             raise_error_at_min_scale: raise LossScaleError on an overflow at the smallest scale; False: keep the scale.
             dtype: compute dtype, for the error message.
         """
@@ -96,7 +92,7 @@ class DynamicLossScaler(LossScaler):
             overflow: whether gradients were not finite, so that the step was skipped.
 
         Raises:
-            LossScaleError: gradients overflowed at the smallest scale.
+            LossScaleError: gradients overflowed at the smallest scale, and `raise_error_at_min_scale` is set.
         """
         if overflow:
             self.clean_steps = 0

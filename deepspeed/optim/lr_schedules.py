@@ -35,8 +35,8 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 class LRSchedule:
     """Base class of the five schedules: a step counter, and the learning rates of each group.
 
-    The counter starts at -1, so that the first `step()` sets iteration 0. Before that, the groups have the rates of
-    `get_lr()` at -1.
+    The first `step()` sets iteration `last_batch_iteration` + 1. Before the first step, the groups have the rates of
+    `get_lr()` at `last_batch_iteration`.
 
     Args:
         optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
@@ -52,7 +52,7 @@ class LRSchedule:
         raise NotImplementedError(f"{type(self).__name__} has no get_lr")
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that the last `step()` set.
+        """Return the rates that the last `step()` (or `load_state_dict`) set.
 
         Raises:
             UsageError: there was no step yet.
@@ -145,14 +145,14 @@ class WarmupLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
+        """Set the first rates of the groups. All other arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
             warmup_min_lr: first rate: one number, or one per group.
             warmup_max_lr: last rate; None: the optimizer's rate.
             warmup_num_steps: length of the warmup in optimizer steps; 1 counts as 2, 0: no warmup.
-            warmup_type: "log" or "linear".
+            warmup_type: "log" or "linear"; any other value: "log" with a warning.
             last_batch_iteration: last finished iteration.
 
         Raises:
@@ -168,7 +168,8 @@ class WarmupLR(LRSchedule):
     def get_lr(self) -> list[float]:
         """Return min + (max - min) * g for each group.
 
-        At iteration i of a warmup of W steps, g is ln(i + 1) / ln(W) or i / W; afterwards 1, or a linear decay to 0.
+        At iteration i of a warmup of W steps, g is ln(i + 1) / ln(W) or i / W (0 at i = -1). Afterwards g is 1, or
+        with `WarmupDecayLR` decays linearly to 0.
         """
         factor = self._factor()
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -208,7 +209,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """Optimizer's rates times a ratio that increases to 1, then decays with a cosine to `cos_min_ratio`."""
+    """Initial rates of the optimizer times a ratio that increases to 1, then decays as a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -239,9 +240,9 @@ class WarmupCosineLR(LRSchedule):
     def get_lr_ratio(self) -> float:
         """Return the ratio of the current iteration i.
 
-        In the W steps of warmup it is m + (1 - m) g, with m = `warmup_min_ratio` and g as in `WarmupLR.get_lr`. Then it
-        is c + (1 - c) (1 + cos(pi p)) / 2, with c = `cos_min_ratio`, p = min(1, (i - W + 1) / max(1, T - W)) and T =
-        `total_num_steps`.
+        Warmup of W steps: m + (1 - m) g (0 at i = -1), with m = `warmup_min_ratio` and g as in `WarmupLR.get_lr`.
+        Afterwards: c + (1 - c) (1 + cos(pi p)) / 2, with c = `cos_min_ratio`, p = min(1, (i - W + 1) / max(1, T - W))
+        and T = `total_num_steps`.
         """
         iteration, rise = self.last_batch_iteration, self.warmup.num_steps
         if iteration < 0 and rise:
@@ -252,7 +253,7 @@ class WarmupCosineLR(LRSchedule):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
     def get_lr(self) -> list[float]:
-        """Return the groups' own rates times `get_lr_ratio()`."""
+        """Return each group's rate at the construction of the schedule, times `get_lr_ratio()`."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
@@ -269,7 +270,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
+        """Set the first rates of the groups. All other arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
@@ -316,22 +317,22 @@ class OneCycle(LRSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates and momenta of the groups.
+        """Set the first rates and momenta of the groups. All other arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-            cycle_min_lr: rate at both ends of the cycle. All arguments are keys of `scheduler.params`.
-            cycle_max_lr: rate at the top of the cycle.
-            decay_lr_rate: decay of the rate in each `decay_step_size` after the cycle.
+            cycle_min_lr: rate at both ends of the cycle: one number, or one per group.
+            cycle_max_lr: rate at the top of the cycle: one number, or one per group.
+            decay_lr_rate: decay of the rate in each `decay_step_size` after the cycle; see `get_lr`.
             cycle_first_step_size: optimizer steps of the increase.
             cycle_second_step_size: optimizer steps of the decrease; None: as many as of the increase.
             cycle_first_stair_count: number of stairs of the increase; 0: linear.
             cycle_second_stair_count: number of stairs of the decrease; None: as many as of the increase.
             decay_step_size: optimizer steps of one decay; 0: no decay.
-            cycle_momentum: whether to change the momentum (first beta) too.
+            cycle_momentum: whether to change the momentum (first beta) too, if all groups have one.
             cycle_min_mom: momentum at the top of the cycle.
             cycle_max_mom: momentum at both ends of the cycle.
-            decay_mom_rate: increase of the momentum in each `decay_step_size` after the cycle.
+            decay_mom_rate: increase of the momentum in each `decay_step_size` after the cycle; see `get_mom`.
             last_batch_iteration: last finished iteration.
 
         Raises:
@@ -354,13 +355,13 @@ class OneCycle(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Return min + (max - min) * height in the cycle, min / (1 + decay_lr_rate * decays) after it."""
+        """Return min + (max - min) * height in the cycle, then min / (1 + decay_lr_rate * decays), for each group."""
         height, decays = self._position()
         shrink = 1 + self.decay_lr_rate * decays
         return [(low + (high - low) * height) / shrink for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[float] | None:
-        """Return max - (max - min) * height in the cycle, max * (1 + decay_mom_rate * decays) after it, for each group.
+        """Return max - (max - min) * height in the cycle, then max * (1 + decay_mom_rate * decays), for each group.
 
         None if the momentum does not change.
         """
@@ -491,7 +492,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
         config: the section.
 
     Returns:
-        The rate and "", or None and an error message.
+        The rate (a list for one per group) and "", or None and an error message.
     """
     key = PEAK_RATE.get(config.get("type", ""))
     params = config.get("params", {})

@@ -18,7 +18,7 @@ _OWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers in an optimizer's attributes, or in lists and dicts there, by attribute path."""
+    """Return the optimizers in an optimizer's attributes or lists and dicts there, recursively, by attribute path."""
     nested: dict[str, Optimizer] = {}
     waiting: list[tuple[str, Any, int]] = [("", optimizer, 1)]
     while waiting:
@@ -128,9 +128,9 @@ class Counters:
     """Snapshot of the hyperparameters and counters of an optimizer and of its nested optimizers.
 
     Attributes:
-        groups: values of each parameter group, without its parameters.
-        attributes: numbers, strings and one-element tensors in each optimizer's attributes.
-        named: entries of each optimizer's state whose keys are names instead of parameters.
+        groups: (parameter group, its values without the parameters).
+        attributes: (optimizer, its attributes of numbers, strings and one-element tensors).
+        named: (optimizer, entries of its state whose keys are names instead of parameters).
     """
 
     groups: list[tuple[dict[str, Any], dict[str, Any]]]

@@ -27,7 +27,7 @@ def compute_dtypes(
     """Return the compute dtype of each floating-point parameter, except those that a model writes itself (`own_state`).
 
     `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`), in
-    addition to those that the model itself lists (`_keep_in_fp32_modules`).
+    addition to BatchNorm modules and those that the model itself lists (`_keep_in_fp32_modules`).
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
@@ -65,7 +65,7 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:
     """Cast floating-point buffers to a dtype, in place (`data_types.buffer_dtype`).
 
-    Buffers of modules that stay float32 (`keep_fp32`, as in `compute_dtypes`), and of their descendants, are not cast.
+    Buffers of modules that stay float32 (as in `compute_dtypes`), and of their descendants, are not cast.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     excluded: set[nn.Module] = set()
@@ -90,7 +90,7 @@ class InputCaster:
     Args:
         module: the model.
         dtypes: result of `compute_dtypes`.
-        low: dtype of the cast parameters; the first cast of an input to it is logged.
+        low: dtype of the cast parameters; the first cast of an input to this dtype is logged.
         hook: wraps each hook function before it is registered.
     """
 

@@ -3,8 +3,8 @@
 ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and with offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not declare it, so it
-is tested.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. Optimizer classes do not declare
+this property, so this module tests it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MethodTraits:
     """Traits of a public optimizer method without arguments.
 
     Attributes:
-        reads_gradients: whether it reads gradients, such as SAM's `first_step`.
+        reads_gradients: whether the method reads gradients, such as SAM's `first_step`.
         by_parameter: whether separate calls on parts of the parameters give the same result as one call.
     """
 
@@ -62,7 +62,7 @@ class HowToStep:
     """Requirements of an optimizer's `step`.
 
     Attributes:
-        closure: whether it needs a closure that recomputes gradients.
+        closure: whether `step` needs a closure that recomputes gradients.
         first: name of a method to call once before the first step; "": none.
     """
 
@@ -148,7 +148,7 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 
 
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
-    """Return the first attribute of an optimizer or a nested one that contains parameters of the groups; else ""."""
+    """Return the path of the first attribute, of this or a nested optimizer, with parameters of the groups; else ""."""
     ours = {id(param) for group in groups_of(optimizer) for param in group["params"]}
 
     def holds(value: Any, depth: int = 3) -> bool:
@@ -178,7 +178,7 @@ def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: f
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
-    """Return the largest difference relative to the distance moved; inf if only one side is not finite."""
+    """Return the largest difference relative to `moved` (absolute if 0); inf if non-finite values differ."""
     worst = 0.0
     for value_left, other in zip(left, right, strict=True):
         gap = torch.where(value_left == other, torch.zeros_like(value_left), (value_left - other).abs())
@@ -189,7 +189,7 @@ def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> 
 
 @contextlib.contextmanager
 def _quiet(optimizer: Optimizer) -> Iterator[None]:
-    """Fork the random state and disable the user's hooks inside the context."""
+    """Context with one thread and without global optimizer hooks; restores random states and `Counters` at the end."""
     devices = {p.device for group in groups_of(optimizer) for p in group["params"] if p.device.type != "meta"}
     cards = [device for device in devices if device.type == "cuda"]
     threads = torch.get_num_threads()
@@ -388,7 +388,7 @@ def _how_to_step(optimizer: Optimizer) -> HowToStep:
 
 
 def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
-    """Return the public methods beyond torch's Optimizer that write parameters or state and need no arguments."""
+    """Return the traits, by name, of methods from `_own_methods` that write parameters or state."""
     names = _own_methods(type(optimizer))
     traits: dict[str, MethodTraits] = {}
 
@@ -433,7 +433,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 
 def _own_methods(cls: type) -> list[str]:
-    """Return the names of public methods beyond torch's Optimizer that can be called without arguments."""
+    """Return names of public methods beyond torch's Optimizer without required arguments and text or path defaults."""
     names: list[str] = []
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)

@@ -66,7 +66,7 @@ def frames_of(error: BaseException) -> Iterator[Any]:
 
 
 def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
-    """Return the category of the memory that the innermost known function allocates.
+    """Return the category of the memory that the innermost known function allocates; messages count for their sender.
 
     Args:
         frames: frames of a call stack, outermost first.
@@ -80,7 +80,7 @@ def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
 
 
 def category_of(frame: Any) -> str:
-    """Return the category of the memory that a frame's code allocates, else of the nearest caller that has one."""
+    """Return the memory category of a frame's function, or of its nearest caller with one; else "activations"."""
     while frame is not None:
         category = _of_frame(frame)
         if category:

@@ -92,10 +92,10 @@ class MemoryReport:
         return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.reduce_scatter.buffers())])
 
     def by_category(self) -> dict[str, int]:
-        """Return this rank's bytes by category: `state_bytes`, "transit" (message buffers) and "activations".
+        """Return this rank's bytes by category: those of `state_bytes`, "transit" (message buffers) and "activations".
 
-        Activations are all other memory: between updates, memory that the allocator caches; on a CPU, where they are
-        derived from the resident set, also memory that the C library caches.
+        Activations are all other memory allocated since the engine was created; on a CPU, where they are derived from
+        the resident set, also memory that the C library caches.
         """
         sizes = self._known()
         known = sum(sizes.values())
@@ -156,7 +156,7 @@ class MemoryReport:
         return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
 
     def _advice(self, category: str, frames: Sequence[Any], requested: int) -> Advice:
-        """Return the first suggestion that frees enough memory; `requested` is in bytes, 0 if unknown."""
+        """Return the first suggestion that frees enough memory, else the reason; `requested`: bytes, 0 if unknown."""
         held, free = self._known(), free_bytes(self._state.device)
         # Optimizer state that the first updates will still create needs a part of the free memory.
         needs = self.holding().needs(Setting.of(self._state.ds_config))
@@ -231,7 +231,7 @@ class MemoryReport:
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
-    """Return (category, tensors) of an engine's training state; a tensor in several categories counts in the first."""
+    """Return (category, tensors) of an engine's training state; count a tensor of several categories in the first."""
     parts: Components = engine._components
     groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
     gathers = [group for group in groups if group.policy.gathers_before_use]
@@ -276,11 +276,10 @@ class MemoryGuard:
 
 
 class MemoryWatchdog:
-    """Background thread that warns before the container's memory limit is reached; without a limit, there is none.
+    """Background thread that warns before the container's memory limit is reached; without a limit, no thread runs.
 
-    The kernel kills a process that exceeds the limit with SIGKILL, and no allocation fails before. So the thread polls
-    the free memory, more often as it decreases. It logs one warning for each shortage, with the memory by category and
-    a configuration key that reduces the usage.
+    The thread polls the free memory, more often as it decreases, and logs one warning for each shortage, with the
+    memory by category and suggested keys of the JSON.
 
     Args:
         container: source of limit and usage; None: the cgroup of this process.

@@ -75,7 +75,7 @@ class Setting:
         return cls(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
 
     def smaller(self, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
-        """Yield settings that need less memory, the smallest changes first.
+        """Yield settings that may need less memory, the smallest changes first.
 
         Args:
             holding: sizes of the model.
@@ -344,7 +344,7 @@ def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...
 
 
 def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `build` so that an out-of-memory error becomes MemoryExhaustedError with keys that would help."""
+    """Decorate `build`: out-of-memory errors become MemoryExhaustedError with keys that would help; sets `room`."""
 
     @functools.wraps(build)
     def build_or_advise(
