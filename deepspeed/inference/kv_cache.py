@@ -32,8 +32,8 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Match:
-    """Cached pages for the beginning of a prompt: full matches `nodes`, and a page `tail` with `partial` leading tokens
-    in common."""
+    """Nodes of the prefix tree for the beginning of a prompt: full matches `nodes`, then `tail`, with only the first
+    `partial` tokens in common; None: no such node."""
 
     nodes: list[PrefixBlock]
     tail: PrefixBlock | None = None
@@ -123,7 +123,7 @@ class BlockPool:
         return node
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Find cached pages for the beginning of `tokens`, without the last token: its logits have to be computed."""
+        """Find pages in the prefix tree for the first of `tokens`, but not the last, whose logits must be computed."""
         nodes: list[PrefixBlock] = []
         start, most, node = 0, len(tokens) - 1, self.root
         while self.reuse and start + self.size <= most:

@@ -44,7 +44,7 @@ def packed_limit(model: nn.Module) -> int | None:
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
     """Return the number of prompt positions of a `generate` call with the arguments `args` and `kwargs`.
 
-    For an `encoder_decoder` model: the length of `decoder_input_ids`; 1 without them.
+    For an `encoder_decoder` model: the length of `decoder_input_ids`, or 1. For other models without a prompt: 0.
     """
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
     prompts = [kwargs.get(name) for name in names]
@@ -55,11 +55,11 @@ def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder
 
 
 def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Return the maximum number of new tokens of a `generate` call.
+    """Return the maximum number of new tokens of a `generate` call; 1 if no length is set.
 
     Args:
         prompt: number of prompt positions, for `max_length`.
-        kwargs: arguments of the call; they take priority over its `generation_config`, and that over `own`.
+        kwargs: arguments of the call, with priority over its `generation_config`, which has priority over `own`.
         own: the model's generation_config.
     """
     settings = [kwargs]

@@ -1,8 +1,8 @@
 """LoRA adapters (PEFT) on packed experts (`target_parameters`): a rank keeps the adapters of its own experts.
 
-An adapter of E experts and rank r has A (E r, in), with rows grouped by expert, and B (out, r E), with columns grouped
-by rank. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all experts, and B (out,
-r) is divided like the parameter.
+An adapter of E experts and LoRA rank r has A (E r, in), with rows grouped by expert, and B (out, r E), where column
+i E + e belongs to expert e. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all
+experts, and B (out, r) is divided like the parameter.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) ->
 
 
 def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
-    """Set the number of experts of a wrapper of `count` experts, by which it reshapes adapters, to `local_count`."""
+    """Set the attribute `num_experts` of a wrapper to `local_count` if it is `count`: the shape of its adapters."""
     if wrapper.num_experts == count:
         wrapper.num_experts = local_count
 

@@ -92,7 +92,7 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Divide the experts among the ranks of the current mesh. All ranks must call this, in `deepspeed.initialize`.
+        """Divide the experts among the ranks of the current mesh. All ranks call this, in `deepspeed.initialize`.
 
         Raises:
             MeshError: `ep_size` does not divide the number of data-parallel ranks.

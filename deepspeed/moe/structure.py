@@ -1,8 +1,7 @@
 """Search for modules of experts by their structure, and a test on random tokens that they can be divided.
 
 Experts are stacked along dim 0 of parameters ("packed"), or each is a child module ("expert_3" or "3"). A parameter
-that is neither is shared by all experts and stays whole; its gradient is summed over ranks like other gradients. In the
-test, the results of the ranks' experts must add up to the result of the whole module.
+that is neither is shared by all experts and stays whole; its gradient is summed over ranks like other gradients.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
 
 
 def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
-    """Return a reason, visible without running it, why a module cannot be divided; "" if there is none."""
+    """Return why a module cannot be divided, as far as can be seen without running the module; "" if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the object: replace it on the class, or after deepspeed.initialize"
     experts = [module.get_submodule(name) for name in structure.children]

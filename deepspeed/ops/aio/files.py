@@ -47,7 +47,7 @@ class BlockFile:
         return state.f_bavail * state.f_frsize
 
     def disk_state(self) -> str:
-        """Describe the usage of the disk in a sentence, for errors."""
+        """Describe the free space of the disk in a sentence, for errors."""
         return f"Its disk has {size_text(self.free())} free"
 
     def close(self) -> None:
