@@ -130,7 +130,7 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
 
     Args:
         checkpoint_dir: same as the key `checkpoint`, which has priority.
-        save_mp_checkpoint_path: folder to which the weights are written; None: not written.
+        save_mp_checkpoint_path: folder to which the weights are written (only with `tp_size` 1); None: not written.
         base_dir: base of relative paths; the key `base_dir` outside of this section has priority. None: the working
             directory, or the folder of a JSON description.
     """

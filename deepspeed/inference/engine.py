@@ -115,7 +115,7 @@ class InferenceEngine(ModuleWrapper):
     # -- making ---------------------------------------------------------------------------------------------------
 
     def _check_policy(self) -> None:
-        """Raise ArgumentError if the injection policy has unknown names; the policy has no other effect."""
+        """Raise ArgumentError for unknown names in the injection policy (else without effect), or with injection."""
         policy = self._config.injection_policy
         if policy is None:
             return
@@ -191,7 +191,7 @@ class InferenceEngine(ModuleWrapper):
         load_checkpoint(module, checkpoint, self._config.base_dir or keys.base_dir or "", dtype, device)
 
     def _cut_weights(self) -> Any:
-        """Split the matrices over a group of ranks, broadcast its first rank's random state, and return the group."""
+        """Split the matrices over a group of ranks, all of which call; broadcast the random state; return the group."""
         tp = self._config.tensor_parallel
         try:
             tp_model_init(self.module, tp.tp_size, tp_group=tp.tp_group)
@@ -228,7 +228,7 @@ class InferenceEngine(ModuleWrapper):
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Check the lengths of prompt and new tokens, then call `generate` with arguments cast as in `forward`.
+        """Check prompt and answer lengths, then call the module's `generate` with arguments cast as in `forward`.
 
         With `replace_with_kernel_inject`, greedy calls run on the native executor if it supports the model and the
         arguments. Other calls (such as beam search) run the module's own `generate`.

@@ -189,7 +189,8 @@ class Generator:
     """Generator of tokens for many requests at once, in batched passes over a paged KV cache; methods are thread-safe.
 
     A model may have several generators, and other code may use it between passes. If no executor can batch the model,
-    requests run the model's own `generate`; then `kind` is "generate" and `why` is the reason.
+    requests run the model's own `generate`; then `kind` is "generate" and `why` is the reason. Single requests above
+    `packed_limit` tokens do the same.
 
     Args:
         model: a causal LM of Transformers, or another `nn.Module` with `config` and `generate`.
@@ -257,7 +258,7 @@ class Generator:
         self._closed = False
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
-        """Allocate the executor's KV cache and return its pages (1 without executor); RequestError if too small."""
+        """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
         if self._executor is None:
             return 1
         probed = self._executor.store

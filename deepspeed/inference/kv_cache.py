@@ -32,8 +32,8 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Match:
-    """Nodes of the prefix tree for the beginning of a prompt: full matches `nodes`, then `tail`, with only the first
-    `partial` tokens in common; None: no such node."""
+    """Nodes of the prefix tree that match the beginning of a prompt: `nodes` in full, then `tail` (None: no such node)
+    in its first `partial` tokens."""
 
     nodes: list[PrefixBlock]
     tail: PrefixBlock | None = None

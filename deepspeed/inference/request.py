@@ -29,7 +29,7 @@ def length_limit(model: nn.Module) -> int | None:
 def packed_limit(model: nn.Module) -> int | None:
     """Return the maximum length of sequences that can share a pass; None if it is unlimited.
 
-    Beyond it, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
+    Beyond this length, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
     """
     config = text_config(model, decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -42,7 +42,7 @@ class TokenSequence:
 class Scheduler:
     """Scheduler that plans decoding sequences before sequences in prefill, and the oldest of each first.
 
-    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no free block, the
+    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no block left, the
     youngest running sequence is preempted: its blocks return to the pool, and the sequence returns to the queue.
 
     Args:

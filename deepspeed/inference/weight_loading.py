@@ -179,7 +179,7 @@ def _of_files(paths: list[Path]) -> Named:
 
 
 def _of_safetensors(path: Path) -> Named:
-    """Yield (name, tensor) of a safetensors file, read without mmap, whose pages would count as process memory."""
+    """Yield (name, tensor) of a safetensors file, read without mmap to save memory; CheckpointError if unreadable."""
     try:
         with safe_open(str(path), framework="pt"):  # checks the header and the size
             pass

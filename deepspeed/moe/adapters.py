@@ -70,7 +70,7 @@ def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
 
 
 def advise(model: nn.Module, experts: dict[str, nn.Module]) -> None:
-    """Log a hint if a model has adapters, but its packed experts are frozen and have none."""
+    """Log a hint if a model has adapters, but one of its modules of experts is frozen and has none."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or not any(isinstance(module, layers.LoraLayer) for module in model.modules()):
         return

@@ -90,7 +90,7 @@ class Routing:
         return self._move(parts, self.table, "experts")
 
     def to_tokens(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Send (R, …) rows back; return (S, …) rows in the order of `sent`. All ranks must call this."""
+        """Inverse of `to_experts`: send (R, …) rows back; return (S, …) rows in the order of `sent`. Collective."""
         back = [list(column) for column in zip(*self.table, strict=True)]
         return self._move(parts, back, "tokens")
 

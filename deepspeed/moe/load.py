@@ -95,7 +95,7 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the experts' shares, divided by that of equal shares: from 0 (one expert has all) to 1 (even)."""
+        """Entropy of the experts' shares over that of equal shares: 0 (one expert has all) to 1 (even, or none)."""
         shares = [count / self.total for count in self.counts if count]
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.counts)) if shares else 1.0
 

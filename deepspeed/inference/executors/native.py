@@ -225,7 +225,7 @@ class Reader:
         return GatedMlp(gate, up, down), activation
 
     def _mixture(self, mlp: Any, layer: Any) -> int:
-        """Set router, experts and optional shared expert of `layer`; return the index of their activation."""
+        """Set router, experts and shared expert of `layer`; return the activation's index. PackingError for others."""
         own = self._only(mlp, {"gate", "experts"}, frozenset(SHARED))
         router, experts = own["gate"], own["experts"]
         for module in (router, experts, *(child for child in experts.children() if child is not experts.act_fn)):
@@ -373,7 +373,7 @@ class FusedExecutor:
         self._bound = pools
 
     def _turn(self, rotary: Any, end: int) -> None:
-        """Extend cosines and sines to at least `end` positions, by the module `rotary`; PackingError for odd shapes."""
+        """Extend cosines and sines by `rotary` to at least `end` positions; PackingError for unsupported shapes."""
         have = len(self._cosines)
         if end <= have:
             return

@@ -34,7 +34,7 @@ def quantize(model: nn.Module, form_of: FormOf, dtype: torch.dtype | None = None
 
     Args:
         form_of: maps name and layer (Linear, Embedding or `Conv1D`), or name and parameter of stacked experts, to a
-            format; None leaves it unchanged.
+            format (experts: group_dim 1); None: not packed.
         dtype: dtype of unpacked matrices; None: that of the weights.
 
     Raises:

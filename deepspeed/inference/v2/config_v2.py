@@ -42,7 +42,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
         tensor_parallel: alias `tp`; only one rank is available.
         state_manager: alias `manager`; limits of sequences, tokens and cache memory.
         quantization: not available.
-        lossless_weights: pack bf16 matrices in 12 bits, in the model; None: only if the engine has loaded the model.
+        lossless_weights: pack bf16 matrices in 12 bits, in the model; None: only if `build_hf_engine` loads the model.
     """
 
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
