@@ -328,7 +328,7 @@ class Generator:
                 self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """Admit waiting requests and run one forward pass; requests on `generate` compute one token each.
+        """Admit waiting requests and run a forward pass; up to `max_sequences` requests on `generate` run for a token.
 
         Returns:
             New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.

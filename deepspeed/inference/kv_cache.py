@@ -19,7 +19,7 @@ class PrefixBlock:
     """Node of the prefix tree: one full page, with tokens that follow those of its ancestors.
 
     `children` is keyed by the tokens of the child, not by a hash, so collisions are impossible. `by_first` has the same
-    children, grouped by first token. `alive` becomes False when the page is evicted.
+    children, grouped by first token. `alive` becomes False when the node leaves the tree.
     """
 
     page: int
@@ -110,7 +110,7 @@ class BlockPool:
         """Add the full `page` with `tokens` to the prefix tree under `parent`.
 
         Returns:
-            The new node, or the existing node for the same tokens; None if `parent` was evicted or `reuse` is off.
+            The new node, or the existing node for the same tokens; None if `parent` left the tree or `reuse` is off.
         """
         if not self.reuse or not parent.alive:
             return None

@@ -205,7 +205,7 @@ def _of_safetensors(path: Path) -> Named:
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
-    """Set the model's tensors by name; return the missing and the unexpected names. CheckpointError for misfits."""
+    """Set a model's tensors by name; return missing and unexpected names. CheckpointError if shape or dtype differ."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     prefix = getattr(module, "base_model_prefix", "")

@@ -67,7 +67,7 @@ def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass
 class Structure:
-    """Parts of a model for native passes.
+    """Parts of a model that the native library runs.
 
     Args:
         embedding: token embedding.
@@ -105,7 +105,7 @@ class Structure:
 
 
 class Reader:
-    """Reader of a model's structure for native passes."""
+    """Recognizes the parts of a decoder by its modules, for forward passes in the native library."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -20,7 +20,7 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # steps between r
 
 
 def is_mixture(mlp: nn.Module) -> bool:
-    """Whether a feed-forward part has a router and experts by their usual names."""
+    """Whether a feed-forward module has child modules `gate` (a router) and `experts`."""
     return {"gate", "experts"} <= set(mlp._modules)
 
 

@@ -56,7 +56,7 @@ class PackedEmbedding(nn.Module):
 
 
 class Whole(nn.Module):
-    """Mixin for modules in 12 bits; their `state_dict` has the unpacked matrices."""
+    """Mixin for modules with matrices packed in 12 bits; the `state_dict` has the unpacked matrices."""
 
     packed: Any
 
