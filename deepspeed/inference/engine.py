@@ -259,7 +259,7 @@ class InferenceEngine(ModuleWrapper):
         check_length(prompt, new, limit, length_limit(self.module))
 
     def _cast(self, nest: Any) -> Any:
-        """Cast fp32 and fp64 tensors of 2 or more dims to the module's dtype, if that has 16 bits or fewer."""
+        """Cast fp32 and fp64 tensors of 2 or more dims in `nest` to the module's dtype, if it has 16 or fewer bits."""
         wanted = self._inputs_in
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:

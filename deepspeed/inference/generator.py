@@ -117,7 +117,7 @@ class NgramProposer:
 
 
 class _LiveSequence(TokenSequence):
-    """State of an unfinished request: its tokens, sampler, text stream and pending output."""
+    """State of an unfinished request: tokens, sampler, text stream, new output; `ends`: the model's end tokens."""
 
     def __init__(
         self, request: Request, tokens: list[int], arrival: int, ends: frozenset[int], stream: TextStream | None

@@ -234,7 +234,7 @@ def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
-    """Compute the number of slots of an expert for (S, E) logits."""
+    """Return the slots of an expert for (S, E) logits: `factor` * S / E, rounded up, but at least `fewest`."""
     tokens, experts = logits.shape
     return max(math.ceil(tokens / experts * factor), int(fewest))
 

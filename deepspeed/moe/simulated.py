@@ -106,7 +106,7 @@ def _position_of_expert(drawn: np.ndarray) -> np.ndarray:
 
 
 def _own_of_token(own: int, others: int, k: int, share: float) -> np.ndarray:
-    """Return the probabilities that 0 … k of a token's choices are local experts; the mean number is `share` × k."""
+    """Return the probabilities of 0 … k choices among `own` local experts, not `others`, with the mean `share` × k."""
     least, most = max(0, k - others), min(k, own)
     numbers = np.arange(k + 1)
     ways = np.array([

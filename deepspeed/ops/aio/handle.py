@@ -83,7 +83,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `read`; with `async_op`, only start the read and return 0: `wait` then raises the errors of the read."""
+        """Call `read`; with `async_op`, start the transfer and return 0; `wait` then raises the transfer's errors."""
         started = self._start(buffer, filename, file_offset, False, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -95,7 +95,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `write`; with `async_op`, only start the write and return 0: `wait` then raises the write's errors."""
+        """Call `write`; with `async_op`, start the transfer and return 0; `wait` then raises the transfer's errors."""
         started = self._start(buffer, filename, file_offset, True, validate)
         return self._later(started) if async_op else self._finish(started)
 
