@@ -64,7 +64,7 @@ def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) ->
 
 
 def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
-    """Set the attribute `num_experts` of a wrapper to `local_count` if it is `count`: the shape of its adapters."""
+    """Set a wrapper's `num_experts`, which shapes the adapters, to `local_count` if the value is `count`."""
     if wrapper.num_experts == count:
         wrapper.num_experts = local_count
 

@@ -52,7 +52,7 @@ def simulated_experts(load: float = 1.0) -> Generator[None]:
 def _exchange_with_absent(
     axis: Axis, parts: Sequence[tuple[str, torch.Tensor]], table: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Exchange rows with absent ranks; the integers from these are copies of this rank's own."""
+    """Exchange rows with absent ranks; integer rows from an absent rank are copies of this rank's rows."""
     received = all_to_all_rows(axis, parts, table)
     before, own = sum(table[axis.rank][: axis.rank]), table[axis.rank][axis.rank]
     for (_, rows), tensor in zip(parts, received, strict=True):

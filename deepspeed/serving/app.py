@@ -129,7 +129,7 @@ class Endpoints:
         return bytes(body)
 
     async def _answer_unless_gone(self, request: Request, pending: PendingRequest) -> dict[str, Any] | None:
-        """Return the answer (errors as in `Service.answer`); if the client disconnects, cancel the request: None."""
+        """Return the answer (errors: see `Service.answer`); if the client disconnects, cancel the work, return None."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":

@@ -105,7 +105,7 @@ class Structure:
 
 
 class Reader:
-    """Recognizes the parts of a decoder by its modules, for forward passes in the native library."""
+    """Reader that recognizes the parts of a decoder by its modules, for forward passes in the native library."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -455,7 +455,7 @@ class FusedExecutor:
         functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Move every `PackedWeight` of the model to huge pages, which are read faster, if the system has such pages."""
+        """Move `PackedWeight` modules of the model to huge pages, which are faster to read, if the system has any."""
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
