@@ -1,4 +1,4 @@
-"""Generation with any causal LM: continuous batching and a paged KV cache; results equal `model.generate`."""
+"""Generation with causal LMs: continuous batching over a paged KV cache, or the model's own `generate`."""
 
 from __future__ import annotations
 

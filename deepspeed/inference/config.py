@@ -80,9 +80,10 @@ class BaseQuantConfig(DeepSpeedConfigModel):
     """Common keys of `quant.weight` and `quant.activation`.
 
     Args:
+        enabled: False: `dtype` int8 does not quantize.
         num_bits: 8 or 4.
         q_groups: number of scales per row of a matrix with 8 bits; 1 is used if it does not divide the row, and in the
-            output head. No effect with 4 bits, which have a scale per 32 inputs.
+            output head. No effect with 4 bits.
         q_type: no effect; 8 bits are symmetric, 4 bits asymmetric.
     """
 
@@ -129,9 +130,9 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
 
     Args:
         checkpoint_dir: same as the key `checkpoint`, which has priority.
-        save_mp_checkpoint_path: folder to which the weights are written; None: not written.
+        save_mp_checkpoint_path: folder to which the weights are written (only with `tp_size` 1); None: not written.
         base_dir: base of relative paths; the key `base_dir` outside of this section has priority. None: the working
-            directory.
+            directory, or the folder of a JSON description.
     """
 
     checkpoint_dir: str | None = None
@@ -174,7 +175,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     Raises:
         pydantic.ValidationError: a key, type or value is wrong; also a ValueError.
         ArgumentError: a deprecated key and its replacement are both set; also an AssertionError.
-        TypeError: `dtype` is neither a torch dtype nor the name of one.
+        TypeError: `dtype` is neither a torch dtype nor a string.
     """
 
     replace_with_kernel_inject: bool = Field(default=False, alias="kernel_inject")
@@ -263,7 +264,7 @@ def default_inference_config() -> dict[str, Any]:
 
 
 def merged(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Merge `config` (a dict, the path of a JSON file, or None) with keyword arguments.
+    """Merge `config` (a dict, the path of a JSON file, or None) with keyword arguments; return all keys.
 
     Raises:
         ArgumentError: another type, an unreadable file, or one key with two values.
@@ -301,7 +302,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def no_effect_lines(config: DeepSpeedInferenceConfig) -> list[str]:
-    """Return one line of explanation for each key that was set but has no effect."""
+    """Return lines of text about the keys that were set but have no effect."""
     default = DeepSpeedInferenceConfig.model_fields
     lines = [
         f"{key} has no effect: {why}"

@@ -43,7 +43,7 @@ class Detokenizer:
         return ""
 
     def _decode_to(self, end: int, final: bool) -> str:
-        """Decode up to token `end`, with a few earlier tokens: tokenizers treat the first token of a text specially."""
+        """Return the new text up to token `end`, decoded after earlier tokens; "" if incomplete and not `final`."""
         before = self._decode(self._tokens[self._begun : self._shown])
         whole = self._decode(self._tokens[self._begun : end])
         if len(whole) <= len(before) or (whole.endswith(_REPLACEMENT) and not final):
@@ -78,7 +78,7 @@ class TextStream:
     def push(self, tokens: Sequence[int]) -> str:
         """Append tokens and return the new text, up to an incomplete character or a possible start of a stop string.
 
-        Set `matched` to the stop string that these tokens complete; if several, to the one that begins first.
+        Set `matched` to the stop string that these tokens complete, or None; if several, to the one that begins first.
         """
         old = len(self._held)
         self._held += self._detokenizer.push(tokens)

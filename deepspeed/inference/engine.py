@@ -37,7 +37,7 @@ _NOTHING: tuple[Any, ...] = (None, False)  # values that request nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Prepare a model for inference, in place: cast, load weights, move to the device.
+    """Prepare a model for inference, in place: cast, load weights, move to the device. Collective with `tp_size` > 1.
 
     Args:
         model: any `nn.Module`, for example an encoder, an encoder-decoder or a speech model.
@@ -49,6 +49,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
     Raises:
         ValueError: an unknown key, a wrong value, or a contradiction.
+        TypeError: `dtype` is neither a torch dtype nor a string.
         ArgumentError: `model` is not an `nn.Module`; also a ValueError.
         CheckpointError: the weights of the key `checkpoint` do not fit the model.
         TensorParallelError: the model cannot be split over `tensor_parallel.tp_size` ranks.
@@ -62,14 +63,11 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
 
 class InferenceEngine(ModuleWrapper):
-    """Wrapper of a module for inference. Attributes that the engine does not have are read from and set on the module.
+    """Wrapper of a module for inference. Attributes that only the module has are read from and set on the module.
 
     Args:
         model: changed in place: dtype, device, evaluation mode, and, if configured, packed or split matrices.
-        config: typed configuration; None: defaults.
-
-    Raises:
-        The errors of `init_inference`.
+        config: typed configuration; None: defaults. Errors are those of `init_inference`.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | None = None) -> None:
@@ -117,7 +115,7 @@ class InferenceEngine(ModuleWrapper):
     # -- making ---------------------------------------------------------------------------------------------------
 
     def _check_policy(self) -> None:
-        """Check that the names in an injection policy exist in the model; the policy has no other effect."""
+        """Raise ArgumentError for unknown names in the injection policy (else without effect), or with injection."""
         policy = self._config.injection_policy
         if policy is None:
             return
@@ -139,7 +137,7 @@ class InferenceEngine(ModuleWrapper):
         )
 
     def _choose_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of weights and products. On CPUs, fp16 is replaced, because its products are very slow."""
+        """Return the dtype of weights and products. On CPUs, fp16 matrices get a dtype with faster products."""
         held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
         wanted = self._config.dtype
         if wanted == torch.int8:  # of the matrices; other tensors stay floating point
@@ -160,7 +158,7 @@ class InferenceEngine(ModuleWrapper):
         return torch.float32
 
     def _place_weights(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Load, cast and move the weights. As in Transformers, non-persistent buffers keep their dtype."""
+        """Load, cast and move the weights; non-persistent buffers of Transformers models keep their dtype."""
         model: Any = self.module
         if self._config.checkpoint is not None or self._config.checkpoint_config.checkpoint_dir is not None:
             self._load_weights(model, dtype, device)
@@ -193,7 +191,7 @@ class InferenceEngine(ModuleWrapper):
         load_checkpoint(module, checkpoint, self._config.base_dir or keys.base_dir or "", dtype, device)
 
     def _cut_weights(self) -> Any:
-        """Split the matrices over neighbouring ranks, and broadcast the first rank's random state to the others."""
+        """Split the matrices over a group of ranks, all of which call; broadcast the random state; return the group."""
         tp = self._config.tensor_parallel
         try:
             tp_model_init(self.module, tp.tp_size, tp_group=tp.tp_group)
@@ -230,7 +228,7 @@ class InferenceEngine(ModuleWrapper):
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Check the lengths of prompt and new tokens, then call the module's `generate` with the same arguments.
+        """Check prompt and answer lengths, then call the module's `generate` with arguments cast as in `forward`.
 
         With `replace_with_kernel_inject`, greedy calls run on the native executor if it supports the model and the
         arguments. Other calls (such as beam search) run the module's own `generate`.
@@ -262,7 +260,7 @@ class InferenceEngine(ModuleWrapper):
         check_length(prompt, new, limit, model_limit)
 
     def _cast(self, nest: Any) -> Any:
-        """Cast fp32 and fp64 tensors of 2 or more dims (audio features, images) to the module's 16-bit dtype."""
+        """Cast fp32 and fp64 tensors of 2 or more dims in `nest` to the module's dtype, if it has 16 or fewer bits."""
         wanted = self._inputs_in
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,7 +321,7 @@ class InferenceEngine(ModuleWrapper):
         return self._compiled
 
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
-        """Load the weights of the key `checkpoint` into `module`, in place; it may be on the meta device.
+        """Load the weights of the key `checkpoint` into `module`, in place; `module` may be on the meta device.
 
         Raises:
             CheckpointError: the weights do not fit the module, or a file is missing or corrupt.

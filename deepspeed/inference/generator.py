@@ -89,7 +89,7 @@ class NgramProposer:
         self._judged = self._held = self._resting = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` draft tokens to follow `tokens`; an empty list if there is no match."""
+        """Return draft tokens to follow `tokens`, at most `most`; an empty list without a match, and in a pause."""
         self._learn(tokens)
         if self._resting > 0:
             self._resting -= 1
@@ -117,7 +117,7 @@ class NgramProposer:
 
 
 class _LiveSequence(TokenSequence):
-    """State of an unfinished request: its tokens, sampler, text stream and pending output."""
+    """State of an unfinished request: tokens, sampler, text stream, new output; `ends`: the model's end tokens."""
 
     def __init__(
         self, request: Request, tokens: list[int], arrival: int, ends: frozenset[int], stream: TextStream | None
@@ -134,7 +134,7 @@ class _LiveSequence(TokenSequence):
         self.failure: Exception | None = None
 
     def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
-        """Sample a token from `logits`, or record the greedy `token`; set `reason` if it ends the request."""
+        """Record and return `token`, or one sampled from `logits` [vocabulary]; set `reason` if the request ends."""
         if token is None:
             token, logprob = self.sampler.next(logits)  # type: ignore[arg-type]
             if logprob is not None:
@@ -154,7 +154,7 @@ class _LiveSequence(TokenSequence):
 
     @staticmethod
     def take_in_thread(reference: weakref.ref[_LiveSequence], row: torch.Tensor) -> int | None:
-        """Call `take` from the thread of `generate`; return None once the request has ended.
+        """Call `take` in the thread of `generate`; return the token, or None if the request ends.
 
         Args:
             reference: the sequence, by a weak reference: a strong one would keep request and thread alive.
@@ -189,10 +189,11 @@ class Generator:
     """Generator of tokens for many requests at once, in batched passes over a paged KV cache; methods are thread-safe.
 
     A model may have several generators, and other code may use it between passes. If no executor can batch the model,
-    requests run the model's own `generate`; then `kind` is "generate" and `why` is the reason.
+    requests run the model's own `generate`; then `kind` is "generate" and `why` is the reason. Single requests above
+    `packed_limit` tokens do the same.
 
     Args:
-        model: a causal LM of Transformers, or any object with `generate`, which then serves requests one by one.
+        model: a causal LM of Transformers, or another `nn.Module` with `config` and `generate`.
         tokenizer: only needed for stop strings.
         cache_bytes: size of the KV cache; None: enough for all sequences, but at most 4 GiB and a quarter of the free
             memory. On a CPU, pages use memory only once they are written.
@@ -209,8 +210,10 @@ class Generator:
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
 
     Raises:
-        RequestError: a size is below 1, max_length exceeds the model's limit, or cache_bytes is less than one page.
+        RequestError: a size is below 1, max_length is below 2 or above the model's limit, or cache_bytes is less than
+            one page.
         ArgumentError: lossless_weights with a model that is being trained.
+        NotAvailableError: the model's experts are divided among ranks.
     """
 
     def __init__(
@@ -255,7 +258,7 @@ class Generator:
         self._closed = False
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
-        """Allocate the executor's KV cache; returns its number of pages."""
+        """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
         if self._executor is None:
             return 1
         probed = self._executor.store
@@ -290,8 +293,8 @@ class Generator:
         """Queue a request; later calls of `step` return its tokens.
 
         Raises:
-            RequestError: prompt and answer exceed the limit of the model or of the cache, the prompt is empty, tokens
-                are outside of the vocabulary, the ident is in use, or there are stop strings but no tokenizer.
+            RequestError: prompt and answer exceed the limit of the generator or of the cache, the prompt is empty,
+                tokens are outside of the vocabulary, the ident is in use, or stop strings have no tokenizer.
             UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
@@ -325,7 +328,7 @@ class Generator:
                 self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """Run one forward pass of the running requests, and admit waiting ones.
+        """Admit waiting requests and run a forward pass; up to `max_sequences` requests on `generate` run for a token.
 
         Returns:
             New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.
@@ -383,7 +386,7 @@ class Generator:
         Raises:
             RequestError: as in `submit`, or the logits of a prompt are not finite.
             UsageError: the generator is closed.
-            Exception: errors of the model's own `generate`, if the model runs it.
+            Exception: an error of the tokenizer, or of the model's own `generate`.
         """
         idents = [object() for _ in prompts]
         tokens: dict[Hashable, list[int]] = {ident: [] for ident in idents}
@@ -467,7 +470,7 @@ class Generator:
         return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
-        """Accept the next token of a sequence, and each token after it that follows a correct draft token.
+        """Accept the next token of a sequence, and one more after each correct draft; return its output, if any.
 
         Args:
             rows: slice of the sequence in the last pass.
@@ -496,7 +499,7 @@ class Generator:
         return [sequence.output()] if accepted or sequence.reason is not None else []
 
     def _generate_step(self, sequence: _LiveSequence) -> Output:
-        """Generate one token of a request that runs the model's own `generate`."""
+        """Generate one token of a request that runs the model's own `generate`, and return its output."""
         try:
             sequence.thread.step()  # type: ignore[union-attr]
         except Exception as error:  # any error of the model's own generate concerns only this request

@@ -19,7 +19,7 @@ class PrefixBlock:
     """Node of the prefix tree: one full page, with tokens that follow those of its ancestors.
 
     `children` is keyed by the tokens of the child, not by a hash, so collisions are impossible. `by_first` has the same
-    children, grouped by first token. `alive` becomes False when the page is evicted.
+    children, grouped by first token. `alive` becomes False when the node leaves the tree.
     """
 
     page: int
@@ -32,8 +32,8 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Match:
-    """Cached pages for the beginning of a prompt: full matches `nodes`, and a page `tail` with `partial` leading tokens
-    in common."""
+    """Nodes of the prefix tree that match the beginning of a prompt: `nodes` in full, then `tail` (None: no such node)
+    in its first `partial` tokens."""
 
     nodes: list[PrefixBlock]
     tail: PrefixBlock | None = None
@@ -110,7 +110,7 @@ class BlockPool:
         """Add the full `page` with `tokens` to the prefix tree under `parent`.
 
         Returns:
-            The new node, or the existing node for the same tokens; None if `parent` was evicted or `reuse` is off.
+            The new node, or the existing node for the same tokens; None if `parent` left the tree or `reuse` is off.
         """
         if not self.reuse or not parent.alive:
             return None
@@ -123,7 +123,7 @@ class BlockPool:
         return node
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Find cached pages for the beginning of `tokens`, without the last token: its logits have to be computed."""
+        """Find pages in the prefix tree for the first of `tokens`, but not the last, whose logits must be computed."""
         nodes: list[PrefixBlock] = []
         start, most, node = 0, len(tokens) - 1, self.root
         while self.reuse and start + self.size <= most:

@@ -30,7 +30,7 @@ def length_limit(model: nn.Module) -> int | None:
 def packed_limit(model: nn.Module) -> int | None:
     """Return the maximum length of sequences that can share a pass; None if it is unlimited.
 
-    Beyond it, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
+    Beyond this length, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
     """
     config = text_config(model, decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -45,7 +45,7 @@ def packed_limit(model: nn.Module) -> int | None:
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
     """Return the number of prompt positions of a `generate` call with the arguments `args` and `kwargs`.
 
-    For an `encoder_decoder` model: the length of `decoder_input_ids`; 1 without them.
+    For an `encoder_decoder` model: the length of `decoder_input_ids`, or 1. For other models without a prompt: 0.
     """
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
     prompts = [kwargs.get(name) for name in names]
@@ -60,7 +60,7 @@ def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any, model_limit: int |
 
     Args:
         prompt: number of prompt positions, for `max_length`.
-        kwargs: arguments of the call; they take priority over its `generation_config`, and that over `own`.
+        kwargs: arguments of the call, with priority over its `generation_config`, which has priority over `own`.
         own: the model's generation_config.
         model_limit: maximum length of the model, which shortens the default; None: unknown.
     """

@@ -55,7 +55,7 @@ class Sampler:
         )
 
     def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
-        """Return the next token for logits [vocabulary], and its log-probabilities if requested."""
+        """Return the next token for logits [vocabulary], and its log-probabilities or None (not requested)."""
         logits = logits.detach().float().cpu()
         scores = self._adjusted(logits)
         token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
@@ -69,7 +69,7 @@ class Sampler:
         return token, logprob
 
     def note(self, token: int) -> None:
-        """Count a chosen token, for the penalties and `min_new_tokens`."""
+        """Record a chosen token, for the penalties and `min_new_tokens`."""
         self.count += 1
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1

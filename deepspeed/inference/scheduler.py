@@ -42,19 +42,16 @@ class TokenSequence:
 class Scheduler:
     """Scheduler that plans decoding sequences before sequences in prefill, and the oldest of each first.
 
-    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no free block, the
+    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no block left, the
     youngest running sequence is preempted: its blocks return to the pool, and the sequence returns to the queue.
-
-    Every sequence finishes: each plan has at least one row, and the oldest sequence, which fits into the cache alone
-    (`fits`), is never preempted for another.
 
     Args:
         pool: the block pool.
         copy: function (from, to) that copies the content of a block before the next pass.
         max_tokens: maximum number of rows in a pass.
         max_sequences: maximum number of running sequences; values above `max_tokens` are reduced to it.
-        chunk: maximum number of prefill rows in a pass with decoding sequences, which it would delay. A pair (low,
-            high): twice the number of decoding sequences, clamped to this range. None: no limit.
+        chunk: maximum number of prefill rows in a pass with decoding sequences. A pair (low, high): twice the number of
+            decoding sequences, clamped to this range. None: no limit but `max_tokens`.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Scheduler:
             drafts: function (decoding sequence, maximum number) that returns draft tokens; None: no drafts.
 
         Returns:
-            One slice per sequence, in order of arrival.
+            One slice for each sequence in the pass, in order of arrival.
         """
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
@@ -194,7 +191,7 @@ class Scheduler:
     def _room_for(self, sequence: TokenSequence) -> bool:
         """Whether the pool has blocks for all tokens of a sequence, plus one for each running sequence.
 
-        This avoids immediate preemption. Blocks shared with running sequences need no room.
+        This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
         """
         held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
@@ -203,7 +200,8 @@ class Scheduler:
     def _reuse(self, sequence: TokenSequence) -> None:
         """Assign cached blocks to the first tokens of a sequence (prefix caching).
 
-        Full blocks are shared. A partial match is copied, since the sequence will write after the matching tokens.
+        Full blocks are shared. A block that matches partially is copied, if another is free: the sequence will write
+        to the copy.
         """
         match = self.pool.match(sequence.tokens)
         for node in match.nodes:
@@ -231,7 +229,7 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def _drop(self, sequence: TokenSequence) -> None:
-        """Release the blocks of a sequence to the pool."""
+        """Release the blocks of a sequence to the pool, and reset its progress."""
         for page in reversed(sequence.pages):  # last block first, so that it is evicted first and prefixes stay long
             self.pool.release(page)
         sequence.pages, sequence.computed, sequence.prefix, sequence.registered = [], 0, None, 0

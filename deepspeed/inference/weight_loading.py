@@ -48,8 +48,8 @@ def load_checkpoint(
         checkpoint: a folder written by Transformers, by a training run, or by an export of `compression` (packed
             integers); a file or a list of files; or a description: a dict, or the path of its JSON file, with the key
             `checkpoints`, a list of files or a folder.
-        base_dir: base of relative paths; "": the working directory.
-        dtype: dtype of floating-point weights.
+        base_dir: base of relative paths; "": the working directory, or the folder of a JSON description.
+        dtype: dtype of floating-point parameters; buffers keep the dtype of the files.
         device: device of the loaded tensors.
 
     Raises:
@@ -85,6 +85,7 @@ def _log_names(module: Any, kind: str, names: list[str], text: str) -> None:
 
     Args:
         kind: "missing" or "unexpected", as in the attributes `_keys_to_ignore_on_load_missing` and `…_unexpected`.
+        text: message with {} for the number of names.
     """
     patterns = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
     logged = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
@@ -178,7 +179,7 @@ def _of_files(paths: list[Path]) -> Named:
 
 
 def _of_safetensors(path: Path) -> Named:
-    """Read a safetensors file without mmap: mapped pages count as process memory, in addition to the tensors."""
+    """Yield (name, tensor) of a safetensors file, read without mmap to save memory; CheckpointError if unreadable."""
     try:
         with safe_open(str(path), framework="pt"):  # checks the header and the size
             pass
@@ -204,7 +205,7 @@ def _of_safetensors(path: Path) -> Named:
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
-    """Copy tensors into the model by name; returns the missing and the unexpected names."""
+    """Set a model's tensors by name; return missing and unexpected names. CheckpointError if shape or dtype differ."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     prefix = getattr(module, "base_model_prefix", "")

@@ -1,8 +1,8 @@
 """LoRA adapters (PEFT) on packed experts (`target_parameters`): a rank keeps the adapters of its own experts.
 
-An adapter of E experts and rank r has A (E r, in), with rows grouped by expert, and B (out, r E), with columns grouped
-by rank. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all experts, and B (out,
-r) is divided like the parameter.
+An adapter of E experts and LoRA rank r has A (E r, in), with rows grouped by expert, and B (out, r E), where column
+i E + e belongs to expert e. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all
+experts, and B (out, r) is divided like the parameter.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) ->
 
 
 def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
-    """Set the number of experts of a wrapper of `count` experts, by which it reshapes adapters, to `local_count`."""
+    """Set a wrapper's `num_experts`, which shapes the adapters, to `local_count` if the value is `count`."""
     if wrapper.num_experts == count:
         wrapper.num_experts = local_count
 
 
 def advise(model: nn.Module, experts: dict[str, nn.Module]) -> None:
-    """Log a hint if a model has adapters, but its packed experts are frozen and have none."""
+    """Log a hint if a model has adapters, but one of its modules of experts is frozen and has none."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or not any(isinstance(module, layers.LoraLayer) for module in model.modules()):
         return

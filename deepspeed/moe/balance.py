@@ -82,7 +82,7 @@ class AllTokens:
     """Sum of the statistics of one auxiliary loss over ranks, and with `window` also over micro-batches.
 
     Args:
-        axis: the ranks over which tokens are counted; all of them must call this.
+        axis: the ranks over which tokens are counted; all of them call `mean_product` together.
         window: whether the shares c_e / N count all tokens since the last update (`end_window`).
         name: name of the layer or model in error messages.
     """
@@ -126,7 +126,7 @@ _running: list[tuple[AllTokens, bool]] = []  # gates whose forward runs, and whe
 
 
 def mean_product(chosen: torch.Tensor, sums: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return sum(c_e s_e) / N² (0-d) of a `MoE` gate's tokens on this rank, or, with a `GateLoss`, on all ranks.
+    """Return sum(c_e s_e) / N² (0-d) of a `MoE` gate's tokens on this rank; with `GateLoss`, of all ranks (collective).
 
     Args:
         chosen: (E,) number of tokens that chose each expert.
@@ -168,11 +168,11 @@ class GateLoss:
 
 
 class ModelLoss:
-    """Hook that replaces the auxiliary loss of a Transformers model by that of all ranks' tokens, after each forward.
+    """Hook that replaces the auxiliary loss of a Transformers model by that of all ranks' tokens, in training forwards.
 
     The output contains the routers' logits and the auxiliary loss. The hook recomputes the loss of this rank's tokens
-    from the logits, and raises ExpertParallelError if it differs from the model's, which then uses another formula.
-    Else the loss of all tokens replaces it, in the output and in the model's total loss, with its factor there.
+    from the logits, and raises ExpertParallelError if the model's loss differs (another formula). Else the loss of all
+    ranks' tokens replaces the model's, in the output and in the total loss. All ranks run the forward together.
 
     Args:
         model: model with `router_logits` and `aux_loss` in its output.
@@ -215,7 +215,7 @@ class ModelLoss:
         return [layer.reshape(-1, layer.shape[-1]) for layer in logits], loss
 
     def _statistics(self, logits: list[torch.Tensor], mask: Any, loss: torch.Tensor) -> RoutingStatistics:
-        """Return statistics of this rank's tokens for the experts per token and mask that give the model's loss."""
+        """Return statistics for the experts per token and mask that give the model's loss, else ExpertParallelError."""
         wanted, others = float(loss.detach()), []
         fits = isinstance(mask, torch.Tensor) and mask.numel() == logits[0].shape[0]
         for k, masked in self._formulas(logits[0].shape[1], fits):

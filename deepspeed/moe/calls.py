@@ -1,7 +1,7 @@
 """Forms of calls to modules of experts: the arguments with the tokens, their experts, and their weights.
 
 A call of any form is converted to pairs (row, expert). The pairs of one rank's experts are converted back to a call of
-the same form. There is a `CallForm` for each:
+the same form. The forms, each a `CallForm`:
 
 | form    | arguments                                                   | such as                               |
 |---------|-------------------------------------------------------------|---------------------------------------|
@@ -53,7 +53,7 @@ class Call:
 
 
 class CallForm:
-    """Base class of the forms of calls; `name` is the name in the table of this module."""
+    """Base class of the forms of calls; `name` is used in error messages."""
 
     name = ""
 

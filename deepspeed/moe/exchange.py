@@ -61,7 +61,7 @@ class Routing:
 
         Args:
             index: (T, k) integer: the experts chosen by each token.
-            owner: (experts,) int64: position on the axis of the rank of each expert.
+            owner: int64 position on the axis of each expert's rank; with -1 appended, index -1 goes to no rank.
             axis: the ranks among which the experts are divided.
             name: name of the layer in error messages.
         """
@@ -82,7 +82,7 @@ class Routing:
         return sum(row[self.axis.rank] for row in self.table)
 
     def to_experts(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Send (S, …) rows in the order of `sent`; return the (R, …) received rows, ordered by source rank.
+        """Send (S, …) rows in the order of `sent`; return (R, …) rows, by source rank. All ranks must call this.
 
         Args:
             parts: (name in error messages, rows) of the tensors that are sent in one exchange.
@@ -90,7 +90,7 @@ class Routing:
         return self._move(parts, self.table, "experts")
 
     def to_tokens(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Send (R, …) rows back (inverse of `to_experts`); return the (S, …) received rows in the order of `sent`."""
+        """Inverse of `to_experts`: send (R, …) rows back; return (S, …) rows in the order of `sent`. Collective."""
         back = [list(column) for column in zip(*self.table, strict=True)]
         return self._move(parts, back, "tokens")
 

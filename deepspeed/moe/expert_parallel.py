@@ -156,8 +156,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
 
 
 def _generate_in_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make a rank whose sequences have ended run on, without tokens of its own, until those of all ranks have ended:
-    the other ranks need its experts."""
+    """Set `synced_gpus` in `kwargs`: each rank runs until the sequences of all ranks have ended, since other ranks need
+    its experts. NotAvailableError for options by which ranks would run different numbers of passes."""
     settings = kwargs.get("generation_config") or getattr(model, "generation_config", None)
     for key in ("cache_implementation", "prefill_chunk_size"):
         value = kwargs.get(key, getattr(settings, key, None))
@@ -288,7 +288,7 @@ def _whole_state(experts: Any, module: nn.Module, state: dict[str, Any], prefix:
 
 
 def _children(module: Any, name: str, param: torch.Tensor, label: str) -> dict[str, torch.Tensor]:
-    """Gather the parameter of a child, and those of its counterparts on the other ranks, by name."""
+    """All-gather the parameter of a child and its counterparts on the other ranks; return {name: tensor}."""
     location, structure = module.location, module.structure
     every = gathered(param, location.axis, 0, label=label).chunk(location.axis.size)
     child, _, rest = name.partition(".")

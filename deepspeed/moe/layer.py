@@ -34,14 +34,12 @@ class MoE(nn.Module):
         capacity_factor: in training, an expert has capacity_factor * k S / num_experts slots for a rank's S tokens.
         eval_capacity_factor: the same, in evaluation.
         min_capacity: minimum number of slots of an expert.
-        use_residual: whether the output is mixed with that of a dense branch, `expert` itself (PR-MoE,
-            arXiv:2201.05596).
+        use_residual: whether the output is mixed with that of a dense branch, `expert` itself (arXiv:2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample"; see `TopKGate`.
         drop_tokens: whether a full expert drops further tokens.
         use_rts: for k = 1, whether a full expert drops random tokens, instead of the last ones.
         use_tutel: no effect.
-        enable_expert_tensor_parallelism: whether `expert` is already a tensor-parallel slice; ranks along `tp` have the
-            same tokens.
+        enable_expert_tensor_parallelism: no effect; `expert` may be a tensor-parallel slice either way.
         top2_2nd_expert_sampling: for k = 2, whether the second expert is sampled, also in evaluation.
 
     Raises:
@@ -92,7 +90,7 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Divide the experts among the ranks of the current mesh. All ranks must call this, in `deepspeed.initialize`.
+        """Divide the experts among the ranks of the current mesh. All ranks call this, in `deepspeed.initialize`.
 
         Raises:
             MeshError: `ep_size` does not divide the number of data-parallel ranks.
@@ -147,6 +145,7 @@ class MoE(nn.Module):
 
         Raises:
             UsageError: `ep_size` is above 1, and the experts are not divided yet.
+            ArgumentError: for k = 1 with `drop_tokens`, there are fewer tokens than `min_capacity`.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

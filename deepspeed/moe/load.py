@@ -86,17 +86,17 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """Largest count divided by the mean count: from 1 (even) to the number of experts."""
+        """Largest count divided by the mean count: from 1 (even, or no choices) to the number of experts."""
         return max(self.counts) * len(self.counts) / self.total if self.total else 1.0
 
     @property
     def dropped_share(self) -> float:
-        """Dropped choices as a fraction of all choices."""
+        """Dropped choices as a fraction of all choices; 0 without choices."""
         return self.dropped / self.total if self.total else 0.0
 
     @property
     def entropy(self) -> float:
-        """Entropy of the experts' shares, divided by that of equal shares: from 0 (one expert has all) to 1 (even)."""
+        """Entropy of the experts' shares over that of equal shares: 0 (one expert has all) to 1 (even, or none)."""
         shares = [count / self.total for count in self.counts if count]
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.counts)) if shares else 1.0
 
@@ -144,7 +144,7 @@ def count_choices(index: torch.Tensor, experts: int, mask: torch.Tensor | None =
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield (name of the layer, module, number of experts on all ranks) of the modules that show the choices."""
+    """Yield (layer name, module, experts on all ranks) of modules of experts and of gates (`TopKGate`)."""
     whole = {module: structure.count for _, module, structure in find_experts(model)}
     for name, module in model.named_modules():
         if isinstance(module, DividedExperts):

@@ -10,7 +10,7 @@ from deepspeed.errors import ArgumentError
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return this rank's slice, in `dim`, of a tensor replicated along `tp`; backward all-gathers the gradients.
+    """Return this rank's slice, in `dim`, of a tensor replicated along `tp`; backward, a collective, all-gathers.
 
     Raises:
         ArgumentError: the size of `dim` is not a multiple of the number of ranks.
@@ -24,5 +24,5 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return the slices of all ranks along `tp`, concatenated in `dim`; backward returns this rank's slice."""
+    """All-gather (a collective) the slices of the ranks along `tp` in `dim`; backward returns this rank's slice."""
     return gather_from(input_, current_mesh().axis("tp"), dim, label="shared-out tokens")

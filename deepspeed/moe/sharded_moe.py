@@ -229,18 +229,18 @@ def topkgating(
 
 
 def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum over experts of mean probability times share of tokens (0-d); both arguments are (S, E)."""
+    """Return `mean_product` (0-d) of (S, E) router probabilities and a (S, E) mask of the choices."""
     return mean_product(mask.sum(0), probabilities.sum(0), mask.shape[0])
 
 
 def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
-    """Compute the number of slots of an expert for (S, E) logits."""
+    """Return the slots of an expert for (S, E) logits: `factor` * S / E, rounded up, but at least `fewest`."""
     tokens, experts = logits.shape
     return max(math.ceil(tokens / experts * factor), int(fewest))
 
 
 def _fullest(counts: torch.Tensor, group: Any) -> int:
-    """Return the largest token count of any expert, over all ranks of the group (None: on this rank)."""
+    """Return the largest token count of any expert, over all ranks of the group, a collective (None: this rank)."""
     most = counts.max()
     if group is not None and get_world_size(group) > 1:
         all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
@@ -327,13 +327,13 @@ class TopKGate(nn.Module):
         use_tutel: bool = False,
         sparse_routes: bool = False,
     ) -> Any:
-        """Route (S, H) tokens and return the tuple described in `top1gating`.
+        """Route tokens and return the tuple described in `top1gating`.
 
         Args:
-            input: the tokens.
+            input: (S, H) tokens.
             used_token: see `top1gating`; only for k = 1.
             use_tutel: no effect.
-            sparse_routes: whether choices are returned; capacities then count the tokens of this rank only.
+            sparse_routes: whether choices are returned; `ep_group` is then not used.
         """
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         policy = self.noisy_gate_policy if self.training else None
@@ -397,7 +397,8 @@ class MOELayer(nn.Module):
             input: the tokens and, for k = 1, an optional (S,) mask of the tokens to use.
 
         Returns:
-            (…, H') weighted sums of the experts' results; 0 for a token dropped by all of its experts.
+            (…, H') weighted sums of the experts' results; 0 for a token dropped by all of its experts. The attributes
+            `l_aux` and `exp_counts` are then the gate's balance loss and counts.
 
         Raises:
             UsageError: `ep_size` is above 1, and the experts are not divided yet.

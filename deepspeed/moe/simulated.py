@@ -52,7 +52,7 @@ def simulated_experts(load: float = 1.0) -> Generator[None]:
 def _exchange_with_absent(
     axis: Axis, parts: Sequence[tuple[str, torch.Tensor]], table: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Exchange rows where every absent rank has the same numbers as this one."""
+    """Exchange rows with absent ranks; integer rows from an absent rank are copies of this rank's rows."""
     received = all_to_all_rows(axis, parts, table)
     before, own = sum(table[axis.rank][: axis.rank]), table[axis.rank][axis.rank]
     for (_, rows), tensor in zip(parts, received, strict=True):
@@ -65,17 +65,17 @@ def _exchange_with_absent(
 def draw_choices(tokens: int, k: int, is_local: tuple[bool, ...], share: float, slots: int = 0) -> np.ndarray:
     """Draw the experts of tokens.
 
-    NumPy draws them, so that nothing of it counts as the run's memory.
+    NumPy is used, whose memory does not count as that of the simulated run. The result is cached: do not change it.
 
     Args:
         tokens: number T of tokens.
-        k: choices of each.
+        k: number of choices of each token.
         is_local: for each expert, whether the simulated rank has it.
         share: share of all choices that this rank's experts get; the nearest possible one is taken.
-        slots: most tokens of an expert, -1 takes the place of further choices; 0: no limit.
+        slots: maximum number of tokens of an expert; further choices become -1. 0: no limit.
 
     Returns:
-        (T, k) int64, different experts in each row.
+        (T, k) int64, different experts in each row, or -1.
     """
     generator, own = np.random.default_rng(0), np.flatnonzero(is_local)
     others = np.flatnonzero(~np.array(is_local))
@@ -106,7 +106,7 @@ def _position_of_expert(drawn: np.ndarray) -> np.ndarray:
 
 
 def _own_of_token(own: int, others: int, k: int, share: float) -> np.ndarray:
-    """Return the probabilities that 0, 1, …, k choices of a token are of `own` experts, whose mean is `share` × k."""
+    """Return the probabilities of 0 … k choices among `own` local experts, not `others`, with the mean `share` × k."""
     least, most = max(0, k - others), min(k, own)
     numbers = np.arange(k + 1)
     ways = np.array([

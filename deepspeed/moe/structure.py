@@ -1,8 +1,7 @@
 """Search for modules of experts by their structure, and a test on random tokens that they can be divided.
 
 Experts are stacked along dim 0 of parameters ("packed"), or each is a child module ("expert_3" or "3"). A parameter
-that is neither is shared by all experts and stays whole; its gradient is summed over ranks like other gradients. In the
-test, the results of the ranks' experts must add up to the result of the whole module.
+that is neither is shared by all experts and stays whole; its gradient is summed over ranks like other gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ExpertStructure:
         return [((starts[group] + part * share) * each, share * each) for group, share in enumerate(shares)]
 
     def places(self, ep: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each expert's share (E,), of `ep`, and its index in the share (E,); children keep their index."""
+        """Return each expert's share, below `ep` (E,), and its index in the share (E,); children keep their index."""
         shares = [group // ep for group in self.groups]
         parts = [torch.arange(ep).repeat_interleave(share) for share in shares]
         starts = (0, *accumulate(shares))
@@ -69,7 +68,7 @@ class ExpertStructure:
         return torch.cat(parts), local
 
     def local_count(self, ep: int) -> int:
-        """Return how many experts the forward is called for on one of `ep` ranks: its own; all if they are children."""
+        """Return the number of experts in a forward of one of `ep` ranks: its share, or all if experts are children."""
         return self.count if self.children else self.count // ep
 
 
@@ -123,7 +122,7 @@ def structure_of(module: nn.Module) -> ExpertStructure | None:
 
 
 def _counts_of(module: nn.Module) -> list[int]:
-    """Return the values of a module's attributes for numbers of experts."""
+    """Return the integers above 1 among a module's attributes with "expert" in the name."""
     return [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
 
 
@@ -135,7 +134,7 @@ def _holds(param: torch.Tensor, count: int, with_3: bool) -> bool:
 
 @contextlib.contextmanager
 def counting(module: nn.Module, structure: ExpertStructure, ep: int) -> Generator[None]:
-    """Context in which a module's attributes for numbers of experts have the local numbers of one of `ep` shares."""
+    """Context in which a module's attributes that count experts (`_counts_of`) have the counts of one of `ep` ranks."""
     counts = {group: group // ep for group in (*structure.groups, structure.count) if not structure.children}
     before = {k: v for k, v in vars(module).items() if type(v) is int and v in counts and "expert" in k}
     vars(module).update({name: counts[value] for name, value in before.items()})
@@ -218,7 +217,7 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
 
 
 def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
-    """Return a reason, visible without running it, why a module cannot be divided; "" if there is none."""
+    """Return why a module cannot be divided, as far as can be seen without running the module; "" if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the object: replace it on the class, or after deepspeed.initialize"
     experts = [module.get_submodule(name) for name in structure.children]

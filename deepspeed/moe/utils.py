@@ -94,8 +94,8 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
     """Build optimizer groups, split into shared and expert parameters.
 
     Args:
-        model_parameters: parameters, which form a group "dense-params", or groups. If a group has the key "moe", the
-            groups are returned unchanged.
+        model_parameters: parameters, which form a group "dense-params", or groups, which are changed in place. If a
+            group has the key "moe", the groups are returned unchanged.
     """
     if not model_parameters or isinstance(model_parameters[0], torch.Tensor):
         model_parameters = [{"params": model_parameters, "name": "dense-params"}]

@@ -139,7 +139,7 @@ def is_fake(types: Iterable[Any]) -> bool:
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty meta tensor of the same shape."""
+    """Return a meta tensor of the same shape, strides and dtype; TypeError for sparse tensors."""
     if tensor.layout != torch.strided:
         raise TypeError("sparse")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

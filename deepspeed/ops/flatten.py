@@ -9,7 +9,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a new 1-D tensor with the elements of all tensors, in order; all must have the same dtype."""
+    """Return a 1-D tensor with the elements of all tensors, in order; for one contiguous tensor, a view."""
     return _flatten_dense_tensors(tensors)
 
 

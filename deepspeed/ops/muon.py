@@ -54,9 +54,9 @@ def orthogonalize(matrix: Tensor, ns_method: str = "gram") -> Tensor:
 class Muon(GroupOptimizer):
     """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled decay for matrices; AdamW for other parameters.
 
-    A parameter with two or more dims is a matrix (further dims are flattened into the second), unless its group or the
-    parameter itself has `use_muon=False`, as embeddings and output heads should. With the gradient g and its running
-    mean m: p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(momentum * m + (1 - momentum) * g).
+    A parameter with two or more dims is a matrix (further dims are flattened into the second), unless its group, or
+    else the parameter itself, has `use_muon=False`, as embeddings and output heads should. With the gradient g and its
+    running mean m: p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(momentum * m + (1 - momentum) * g).
     """
 
     def __init__(

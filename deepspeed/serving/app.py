@@ -16,7 +16,7 @@ _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown 
 
 
 class Endpoints:
-    """Handlers of the HTTP paths; `service` has the state that they share."""
+    """Handlers of the HTTP paths, which share the state in `service`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -116,7 +116,7 @@ class Endpoints:
             raise APIError(401, "Incorrect API key provided", code="invalid_api_key", kind="authentication_error")
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body; raises `APIError` if it is longer than `max_body`."""
+        """Read the body; raises `APIError` (400) if the body is longer than `max_body`."""
         most, body = self._service.options.max_body, bytearray()
         length = request.headers.get("content-length", "")
         too_long = APIError(400, f"The body is longer than {most} bytes", code="request_too_large")
@@ -129,7 +129,7 @@ class Endpoints:
         return bytes(body)
 
     async def _answer_unless_gone(self, request: Request, pending: PendingRequest) -> dict[str, Any] | None:
-        """Return the answer; if the client disconnects, stop waiting and return None."""
+        """Return the answer (errors: see `Service.answer`); if the client disconnects, cancel the work, return None."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -147,7 +147,7 @@ class Endpoints:
 
 
 class _ResponseStream(StreamingResponse):
-    """Streaming response that cancels its request at the end, even if the stream never began."""
+    """Streaming response that cancels an unfinished request at the end, even if the stream never began."""
 
     def __init__(self, pending: PendingRequest, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

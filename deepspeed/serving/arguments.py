@@ -32,7 +32,7 @@ class EngineOptions:
         max_sequences: maximum number of running sequences.
         max_length: maximum number of tokens of prompt and answer; 0: the model's own limit.
         max_batch_tokens: maximum number of tokens in a forward pass.
-        speculation: number of draft tokens per pass, looked up in the text itself; 0: no speculation.
+        speculation: maximum number of draft tokens per sequence and pass (n-gram lookup); 0: no speculation.
         prefix_cache: whether KV cache pages of equal prefixes are shared.
         lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
     """
@@ -61,7 +61,7 @@ class ServeOptions:
         host: address to listen on.
         port: port to listen on; 0: a free one.
         api_keys: accepted bearer tokens; empty: no authentication.
-        max_waiting: maximum number of waiting requests; further ones get status 429.
+        max_waiting: maximum number of answers in progress above `max_sequences`; further requests get status 429.
         max_body: maximum bytes of a request.
         max_choices: maximum number of answers to one request, over all of its prompts.
         timeout: seconds until a request is cancelled.
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         arguments: the command line; None: that of the process.
 
     Raises:
-        ArgumentError: a value is out of range, a key is empty, or a file does not exist.
+        ArgumentError: a value is out of range, a key is empty, or a file cannot be read.
     """
     args = _parser().parse_args(arguments)
     keys = list(args.api_key)

@@ -105,7 +105,7 @@ async def serve(options: ServeOptions) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address, without listening."""
+    """Return a socket bound to an address, not listening yet; OSError if this fails."""
     # Explicit protocol: asyncio checks it before it disables Nagle's algorithm, which would delay further answers on a
     # connection by 40 ms.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -120,7 +120,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _on_signal(service: Any, server: Any) -> list[str]:
-    """Install handlers: the first signal drains, the second ends immediately; returns the list of received signals."""
+    """Handle signals: the first drains, later ones end the server at once; returns the list of received signals."""
     signals: list[str] = []
 
     def take(name: str) -> None:

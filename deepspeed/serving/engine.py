@@ -131,7 +131,7 @@ class EngineProcess:
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Forward messages to the event loop until the pipe closes."""
+        """Forward messages to the event loop until the pipe closes; then report the end of the process there."""
         while True:
             try:
                 message = self._pipe.recv()

@@ -24,7 +24,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Stop:
-    """Request to end the engine after the running requests."""
+    """Request to end the engine process after all unfinished requests."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Refused:
 class TokenChunk:
     """New tokens of a request; see `deepspeed.inference.request.Output`.
 
-    `logprobs` has an entry for each token: (token, log-probability, alternatives as (token, log-probability)).
+    `logprobs`: (token, log-probability, alternatives as (token, log-probability)) for each token; None: not requested.
     """
 
     ident: int
@@ -74,7 +74,7 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class Step:
-    """Report a finished step, or that the engine has no work.
+    """Report of a finished step, or that the engine has no work.
 
     Attributes:
         number: number of steps so far.

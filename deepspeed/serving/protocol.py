@@ -180,7 +180,7 @@ class Text(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Message of a chat."""
+    """Message of a chat; `name` and `refusal` have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
@@ -189,7 +189,7 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return the message as role and text for chat templates; the role "developer" becomes "system"."""
+        """Return {"role", "content"} for chat templates; the role "developer" becomes "system"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 

@@ -31,7 +31,7 @@ class ResponseChoice:
         lead: text before the answer's first token: the prompt, for requests with `echo`.
         tokens: number of generated tokens so far.
         text, logprobs: parts so far; only used without streaming.
-        offset: offset of the next token in the text, for the log-probabilities of completions.
+        offset: offset of the next token in characters, for the log-probabilities of completions.
         reason: finish reason; None while the answer is generated.
     """
 

@@ -151,7 +151,7 @@ class Service:
     def admit(self, choices: int) -> None:
         """Raise `APIError` if the server cannot accept this number of choices.
 
-        The status is 503 during shutdown or after the engine's end, and 429 if too many requests are waiting.
+        The status is 503 during shutdown or after the engine's end, and 429 if too many answers are in progress.
         """
         if self.draining:
             raise APIError(503, "the server is ending", code="draining", retry_after=5)
@@ -239,7 +239,7 @@ class Service:
         return tokens
 
     def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
-        """Return the maximum number of tokens of the answer; raises `APIError` (400) if the prompt is too long."""
+        """Return the maximum number of tokens of the answer; raises `APIError` (400) above the context length."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
         wanted = request.wanted_tokens()
         if limit is None:
@@ -270,7 +270,7 @@ class Service:
             call.close()
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
-        """Yield server-sent events; an error becomes the last event, since the HTTP status is sent before."""
+        """Yield server-sent events; an `APIError` becomes the last event, since the HTTP status is sent before."""
         options = call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
@@ -285,7 +285,7 @@ class Service:
             call.close()
 
     def _events(self, call: PendingRequest, parts: list[tuple[ResponseChoice, TokenChunk]]) -> list[str]:
-        """Create events from chunks; chunks of the same choice that arrived together form one event."""
+        """Create events from chunks of tokens; chunks of the same choice in `parts` form one event."""
         new: dict[int, tuple[str, list[Any]]] = {}
         events = []
         for choice, part in parts:

@@ -88,7 +88,7 @@ class _Engine:
         )
 
     def run(self) -> None:
-        """Loop until `Stop`: read messages, run one step, report it."""
+        """Read messages, run a step and report the step, until `Stop` arrived and all requests have ended."""
         while True:
             self._take()
             if not self.generator.idle:

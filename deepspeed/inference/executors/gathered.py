@@ -95,7 +95,7 @@ class GatheringCache(Cache):
         """Store new keys and values [sequences, heads, rows, head size] of a layer.
 
         Returns:
-            Keys and values of the whole contexts, [sequences, heads, longest, head size].
+            Keys and values of the whole contexts, padded on the left, [sequences, heads, longest, head size].
 
         Raises:
             PackingError: another shape, or a second call for this layer.

@@ -61,19 +61,19 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 
 def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of separate matrices, or of the joined one."""
+    """Return `names`, or the name of the joined matrix if the module `owner` has one instead."""
     return (JOINED[names],) if JOINED[names] in owner._modules else names
 
 
 @dataclass
 class Structure:
-    """Parts of a model for native passes.
+    """Parts of a model that the native library runs.
 
     Args:
         embedding: token embedding.
         rotary: module that computes rotary cosines and sines.
         blocks: decoder layers.
-        layers: array of `Layer` for the native library; cache pointers, window and scale are set by `FusedExecutor`.
+        layers: array of `Layer` for the native library; `FusedExecutor` sets the field `heads`.
         norm: final norm.
         head: LM head.
     """
@@ -95,8 +95,7 @@ class Structure:
     def changed(self) -> bool:
         """Whether modules were replaced or weights were moved in memory since `Reader.read`.
 
-        Changed values need no detection, because native passes read the weights in place. The check runs before every
-        pass, so it must be fast.
+        Changed values need no detection, because native passes read the weights in place.
         """
         for owner, before in self.seen:
             if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
@@ -106,7 +105,7 @@ class Structure:
 
 
 class Reader:
-    """Reader of a model's structure for native passes."""
+    """Reader that recognizes the parts of a decoder by its modules, for forward passes in the native library."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -163,7 +162,7 @@ class Reader:
         self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
-        """Record the tensors of a leaf module; PackingError if they are sharded or of a tensor subclass."""
+        """Record the tensors of a leaf module; PackingError if an engine manages them, or for a tensor subclass."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
             for held in (owner._parameters, owner._buffers):
@@ -217,7 +216,7 @@ class Reader:
                 setattr(layer, name, norm)
 
     def _gated(self, mlp: Any) -> tuple[GatedMlp, int]:
-        """Return a gated feed-forward network and its activation."""
+        """Return a gated feed-forward network, and the index of its activation in `ACTIVATIONS`."""
         names = _stored(mlp, FEED_FORWARD_MATRICES)
         function = next((name for name in FUNCTIONS if name in mlp._modules), FUNCTIONS[0])
         activation = self._activation(self._only(mlp, {*names, "down_proj", function})[function])
@@ -226,7 +225,7 @@ class Reader:
         return GatedMlp(gate, up, down), activation
 
     def _mixture(self, mlp: Any, layer: Any) -> int:
-        """Describe a router, its experts, and an expert of all rows if there is one; return their activation."""
+        """Set router, experts and shared expert of `layer`; return the activation's index. PackingError for others."""
         own = self._only(mlp, {"gate", "experts"}, frozenset(SHARED))
         router, experts = own["gate"], own["experts"]
         for module in (router, experts, *(child for child in experts.children() if child is not experts.act_fn)):
@@ -259,7 +258,8 @@ class Reader:
             owner: module with the matrices.
             names: `count` names, or one name of a fused matrix.
             count: number of matrices.
-            first: number of rows of the first matrix in a fused one; the others have equal shares of the rest.
+            first: number of rows of the first matrix in a fused one; the others have equal shares of the rest,
+                else PackingError is raised.
         """
         matrices = [self._matrix(owner, name) for name in names]
         if len(matrices) == count:
@@ -328,7 +328,7 @@ class FusedExecutor:
         paged: executor that has already run a pass, in which it recorded the masks and scales of the attention layers.
 
     Raises:
-        PackingError: the native library is missing, or the model's structure is unsupported.
+        PackingError: the native library is missing, or the model's structure or a mask is unsupported.
     """
 
     kind = "packed"
@@ -374,7 +374,7 @@ class FusedExecutor:
         self._bound = pools
 
     def _turn(self, rotary: Any, end: int) -> None:
-        """Extend the table of cosines and sines to `end` positions, computed by the model's rotary module `rotary`."""
+        """Extend cosines and sines by `rotary` to at least `end` positions; PackingError for unsupported shapes."""
         have = len(self._cosines)
         if end <= have:
             return
@@ -391,12 +391,13 @@ class FusedExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Run a batch and return the requested logits, fp32 [rows with logits, vocabulary].
+        """Run a batch and return the requested logits, [rows with logits, vocabulary].
 
-        They do not depend on the other sequences of the batch, bit by bit.
+        Native logits are fp32, and bit by bit independent of the batch's other sequences. If the model's structure has
+        become unsupported, the `PagedExecutor` runs the batch.
 
         Raises:
-            RequestError: a token is outside of the vocabulary.
+            RequestError: a token is outside of the embedding table.
         """
         if self.structure.changed():
             self._read_again()
@@ -414,7 +415,7 @@ class FusedExecutor:
         return out
 
     def _embedded(self, batch: RaggedBatch) -> torch.Tensor:
-        """Return the embeddings of the batch's tokens, fp32 [rows, width]."""
+        """Return the embeddings of the batch's tokens, fp32 [rows, width]; RequestError for unknown tokens."""
         table = self.structure.table
         if table is None:
             return self.structure.embedding(batch.tokens).float()
@@ -430,7 +431,7 @@ class FusedExecutor:
         return x
 
     def layers(self, batch: RaggedBatch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
-        """Run layers on hidden states, in place.
+        """Run layers on hidden states, in place; attention writes keys and values to the cache.
 
         Args:
             batch: batch with the rows.
@@ -455,7 +456,7 @@ class FusedExecutor:
         functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Move the model's packed integers to huge pages, if the system has them; reads are up to a third faster."""
+        """Move `PackedWeight` modules of the model to huge pages, which are faster to read, if the system has any."""
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
@@ -466,10 +467,10 @@ class FusedExecutor:
             get_accelerator().empty_cache()
 
     def pack(self) -> None:
-        """Pack the model's bf16 matrices in 12 bits per element: 25 % fewer bytes to read, with unchanged logits.
+        """Pack the model's bf16 matrices in place, in 12 bits per element: 25 % fewer bytes, with unchanged logits.
 
         Raises:
-            ArgumentError: the model's weights are being trained.
+            ArgumentError: a parameter belongs to an engine or has a gradient.
         """
         self.structure.seen, self.structure.tensors = [], ([], [])  # would keep the unpacked weights
         try:
@@ -514,7 +515,7 @@ def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Ite
 
     Args:
         blocks: decoder layers.
-        streams: three tensors [rows, width] for each layer, replaced by the recorded ones.
+        streams: a list of three elements for each layer, set to the recorded fp32 tensors [rows, width].
     """
 
     def before(layer: int, place: int) -> Any:
@@ -546,10 +547,12 @@ def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
 
     Args:
         executor: native executor.
-        batch: batch that runs through the modules; each native part then runs on the recorded input of its module.
+        batch: batch that runs through the modules; each native part then runs on the recorded input of its module, and
+            overwrites the batch's pages in the cache.
 
     Returns:
-        None if all outputs are equal within tolerances, else a description of the first difference.
+        None if the outputs agree within tolerances on the rows of `clear_rows`, else the reason: the first difference,
+        or a layer with too few such rows.
     """
     blocks = executor.structure.blocks
     streams = [[torch.empty(0)] * 3 for _ in blocks]

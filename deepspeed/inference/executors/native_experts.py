@@ -20,14 +20,15 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # steps between r
 
 
 def is_mixture(mlp: nn.Module) -> bool:
-    """Whether a feed-forward part has a router and experts by their usual names."""
+    """Whether a feed-forward module has child modules `gate` (a router) and `experts`."""
     return {"gate", "experts"} <= set(mlp._modules)
 
 
 @torch.no_grad()
 def routing_of(router: nn.Module) -> tuple[torch.Tensor, int, bool]:
-    """Return (matrix, experts of a row, whether their weights add up to 1) of a router that takes the largest softmax
-    probabilities; raise `PackingError` for other routers, which are recognized on random rows."""
+    """Return (matrix, experts per row, whether weights are normalized) of a router that takes the likeliest experts.
+
+    Such a router is recognized on random rows; PackingError for others."""
     kind, weight = type(router).__name__, router._parameters.get("weight")
     if weight is None or weight.dim() != 2 or len(router._parameters) > 1 or router._modules or router._buffers:
         raise PackingError(f"its router {kind} has other parts than one matrix")
@@ -64,8 +65,8 @@ def routing_of(router: nn.Module) -> tuple[torch.Tensor, int, bool]:
 
 
 def experts_of(experts: Any, count: int) -> tuple[Any, bool]:
-    """Describe `count` experts as an array of `GatedMlp`; the second result: whether each begins at a multiple of
-    `GROUP` rows, as matrices in 12 bits have to."""
+    """Return `count` experts as an array of `GatedMlp`, and whether every expert begins at a multiple of `GROUP` rows
+    (for packing in 12 bits); PackingError for unsupported experts."""
     if isinstance(experts, PackedExperts):
         stacks = experts.gate_up, experts.down
     else:
@@ -90,8 +91,8 @@ def experts_of(experts: Any, count: int) -> tuple[Any, bool]:
 
 @torch.no_grad()
 def clear_rows(block: Any, stream: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a residual stream [rows, width] for which every rounding of a block's router chooses the same
-    experts. For other rows the model and the native form may choose differently, and both are right."""
+    """Return the indices of the rows of a residual stream [rows, width] for which rounding cannot change the choices of
+    a block's router; all rows without a router."""
     if not is_mixture(block.mlp):
         return torch.arange(len(stream))
     router = block.mlp.gate

@@ -2,7 +2,7 @@
 
 Transformers models call a registered attention function and pass keys and values to a cache object. This module
 provides both. `PagedCache` writes new keys and values to pages and returns the same tensors. From these tensors,
-`attention` identifies the layer and reads its pages; it raises if a module has changed them.
+`attention` identifies the layer, whose pages it reads; PackingError if a module passes other tensors.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PagedCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (number of keys, position of the first key) for the model's mask code, without meaning here."""
+        """Return (`query_length`, 0) for the model's mask code; a `Mask` does not depend on these sizes."""
         return query_length, 0
 
     def rule(self, mask: Any, window: int | None) -> Mask:
@@ -139,7 +139,7 @@ class PagedCache(Cache):
             window: size of the sliding window.
 
         Raises:
-            PackingError: the model passes a tensor.
+            PackingError: `mask` is of another type, such as a tensor.
         """
         if isinstance(mask, Mask):
             return mask
@@ -177,7 +177,7 @@ def attention(
         [1, rows, heads, head size], and None for the attention weights.
 
     Raises:
-        PackingError: an argument is unsupported, or keys or values were changed after `update`.
+        PackingError: an argument is unsupported, keys or values were changed after `update`, or no pass is running.
     """
     cache = _current.get()
     if cache is None:

@@ -117,7 +117,7 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
         wanted: the model's own logits for them.
 
     Returns:
-        Allowed absolute difference of logits; 0 for fp32 and fp64.
+        Allowed absolute difference of logits; 0 for fp32 and fp64, and without an input embedding.
     """
     table = _shared(model)
     if wanted[0].dtype in (torch.float32, torch.float64) or table is model:
@@ -177,7 +177,7 @@ def _say(error: Exception) -> str:
 def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float]) -> Any:
     """Return the native form of an executor if it supports the model and its logits agree, else the executor.
 
-    The reason is stored in `executor.unfused` and logged.
+    The reason why the native form fails is stored in `executor.unfused` and logged.
     """
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
@@ -201,11 +201,11 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
 
 @torch.no_grad()
 def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
-    """Return (executor or None, reason): the fastest executor that works, and why no faster one does ("": fastest).
+    """Return (executor or None, reason): the fastest executor that works, and why it is no paged or native one (or "").
 
-    Each candidate runs ten tokens of three sequences, with chunked prompts, rows of different sequences and unordered
-    pages. The first one with the model's own logits is selected. `fused=False` excludes the native form; `packed` packs
-    the bf16 matrices of a model with native form, without loss.
+    Each candidate runs up to ten tokens of three sequences, with chunked prompts, rows of different sequences and
+    unordered pages. The first one with the model's own logits is selected. `fused=False` excludes the native form;
+    `packed` packs the bf16 matrices of a model with native form, in place, without loss.
 
     Raises:
         NotAvailableError: the model's experts are divided among ranks.
@@ -260,7 +260,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 def _windows(model: nn.Module) -> dict[int, int]:
-    """Return the sliding-window size of each layer (if it has one) in the cache that `generate` creates."""
+    """Return {layer: window size} of the sliding-window layers in the cache that `generate` creates."""
     try:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # config without layers: the cache keeps everything

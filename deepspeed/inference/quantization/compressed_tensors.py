@@ -53,8 +53,8 @@ def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device:
     Args:
         module: the model; may be on the meta device.
         tensors: all stored tensors with their names.
-        dtype: dtype of the products.
-        device: device of the integers.
+        dtype: dtype of unpacked matrices.
+        device: device of the packed matrices.
 
     Raises:
         NotAvailableError: a packed matrix has unsupported parts or shapes, or is tied to another layer.
@@ -110,7 +110,7 @@ def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> P
 
 
 def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, torch.Size]:
-    """Return the integers in the layout of `PackedWeight.of`, their bits (4 or 8), and the validated matrix shape."""
+    """Return integers in the layout of `PackedWeight.of`, bits (4 or 8), and shape; NotAvailableError for others."""
     if "weight" in parts:
         shape = parts["weight"].shape
         if len(shape) != 2 or min(shape) == 0:
@@ -131,9 +131,9 @@ def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def _linear(module: nn.Module, name: str) -> str | None:
-    """Return the name in the model of a floating-point linear layer, which may lack the model's prefix in the file.
+    """Return the model's name of a linear layer that a file calls `name`, with or without the model's prefix.
 
-    None if there is no such layer.
+    None if the model has no such floating-point layer.
     """
     prefix = getattr(module, "base_model_prefix", "")
     layers: dict[str, Any] = dict(module.named_modules())

@@ -33,7 +33,7 @@ def run_gated(
     down: Product,
     act: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute the weighted sum of each row's experts.
+    """Return the weighted sums of the results of each row's experts, [rows, width].
 
     Args:
         rows: [rows, width].
@@ -53,10 +53,7 @@ def run_gated(
 
 
 def stacks_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stacked matrices of a module of experts; raise `PackingError` if it has others or further parts.
-
-    Its forward is not run: see `try_gated`.
-    """
+    """Return (gate_up, down), the matrices of stacked experts, without running them; PackingError for other modules."""
     kind, params = type(module).__name__, module._parameters
     if set(params) != set(NAMES) or set(module._modules) != {"act_fn"} or module._buffers:
         raise PackingError(f"{kind} has other parts than {', '.join(NAMES)} and act_fn")
@@ -79,8 +76,7 @@ def stacks_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def try_gated(module: nn.Module) -> None:
-    """Compare the forward of a module with `stacks_of` with `run_gated` on random rows; raise `PackingError` if they
-    differ."""
+    """Compare the forward of stacked experts with `run_gated` on random rows; PackingError if the results differ."""
     gate_up, down = stacks_of(module)
     if is_managed(gate_up) or is_managed(down):
         raise PackingError(f"{type(module).__name__} has sharded matrices")
@@ -155,7 +151,7 @@ class PackedExperts(nn.Module):
 
 
 class LosslessExperts(Whole, PackedExperts):
-    """Gated experts with bf16 matrices packed in 12 bits; their results do not change."""
+    """Gated experts with bf16 matrices packed in 12 bits, without loss."""
 
     def matrices(self) -> Iterator[tuple[str, LosslessWeight, torch.Size]]:
         for name, packed in zip(NAMES, (self.gate_up, self.down), strict=True):
@@ -164,14 +160,14 @@ class LosslessExperts(Whole, PackedExperts):
 
 
 def pack_lossless(module: nn.Module, room: Room) -> LosslessExperts:
-    """Pack experts in 12 bits per element; raises `PackingError` if they would not shrink."""
+    """Return experts with matrices in 12 bits per element; PackingError if a matrix cannot be packed."""
     stacks = stacks_of(module)
     gate_up, down = (LosslessWeight(stack.detach().flatten(0, 1), room) for stack in stacks)
     return LosslessExperts(gate_up, down, module)
 
 
 def pack_integers(module: nn.Module, forms: list[PackingFormat], dtype: torch.dtype | None) -> PackedExperts:
-    """Pack experts as integers, one expert after the other, so that little memory is needed."""
+    """Return experts packed as integers, one after the other, to save memory; `forms`: one per matrix in `NAMES`."""
     packed, stacks = [], stacks_of(module)
     for stack, form in zip(stacks, forms, strict=True):
         parts = [PackedWeight(matrix, form, dtype) for matrix in stack.detach()]

@@ -56,7 +56,7 @@ class PackedEmbedding(nn.Module):
 
 
 class Whole(nn.Module):
-    """Mixin for modules in 12 bits; their `state_dict` has the unpacked matrices."""
+    """Mixin for modules with matrices packed in 12 bits; the `state_dict` has the unpacked matrices."""
 
     packed: Any
 
@@ -94,11 +94,11 @@ class Whole(nn.Module):
 
 
 class LosslessLinear(Whole, PackedLinear):
-    """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits; its results do not change."""
+    """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits, without loss."""
 
 
 class LosslessEmbedding(Whole, PackedEmbedding):
-    """Embedding with a bf16 table [entries, width] packed in 12 bits; its results do not change."""
+    """Embedding with a bf16 table [entries, width] packed in 12 bits, without loss."""
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -107,9 +107,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def can_pack(module: Any) -> bool:
-    """Whether a layer can be packed: a floating-point Linear, Embedding or `Conv1D` with the `forward` of its class.
+    """Whether a layer can be packed: a `Conv1D`, or a floating-point Linear or Embedding with torch's own `forward`.
 
-    An embedding with its own `forward` can be packed if it has a numeric `embed_scale`.
+    An embedding with another `forward` can be packed if it has a numeric `embed_scale`.
     """
     if is_transposed(module):
         return True

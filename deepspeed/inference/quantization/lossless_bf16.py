@@ -102,7 +102,7 @@ class LosslessWeight(nn.Module):
             rarest: the share of escapes may be at most 1 / `rarest`; 1: any share.
 
         Raises:
-            PackingError: dtype, device or number of columns is unsupported, or there are too many escapes.
+            PackingError: dtype, device or shape is unsupported, the native library is missing, or escapes are too many.
         """
         native = functions()
         if native is None or weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
@@ -155,7 +155,7 @@ class LosslessWeight(nn.Module):
         return out
 
     def _apply(self, fn: Any, recurse: bool = True) -> LosslessWeight:
-        """Move the parts between devices; a change of dtype only changes the dtype of `dense`."""
+        """Move the parts between devices; a change of dtype only changes the attribute `dtype`."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.codes.device))
         super()._apply(fn, recurse)
         self.dtype, self._shared = wished.dtype, lambda: None
@@ -184,7 +184,7 @@ class LosslessWeight(nn.Module):
         return bits[: self.shape[0]].view(torch.bfloat16)
 
     def dense_shared(self) -> torch.Tensor:
-        """Return `dense()`, and the same tensor again while it is alive, so tied layers share it in a `state_dict`."""
+        """Return `dense()`; tied layers get the same tensor for a `state_dict`, while it is alive and unchanged."""
         matrix = self._shared()
         version = 0 if matrix is None or matrix.is_inference() else matrix._version
         if matrix is None or version != self._version:  # writes to that tensor do not change the packed matrix
@@ -193,7 +193,7 @@ class LosslessWeight(nn.Module):
         return matrix
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix: [*indices.shape, columns]."""
+        """Return the rows `indices` of the matrix: [*indices.shape, columns] of `dtype`."""
         native = functions() if self.codes.device.type == "cpu" else None
         flat = indices.reshape(-1).long().contiguous()
         if native is None or not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]:
@@ -201,7 +201,7 @@ class LosslessWeight(nn.Module):
         return self._unpacked(flat).view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Apply `F.linear` with the unpacked matrix to `inputs` [..., columns]: [..., rows]."""
+        """Apply `F.linear` with the unpacked matrix to `inputs` [..., columns] of `dtype`: [..., rows]."""
         return F.linear(inputs, self.dense(), bias)
 
     def __deepcopy__(self, memo: Any) -> LosslessWeight:

@@ -46,10 +46,7 @@ class PackingFormat:
             raise ArgumentError(f"group_dim {self.group_dim}: a matrix has the dims 0 and 1")
 
     def groups(self, shape: torch.Size) -> torch.Size:
-        """Return the grouped shape of a matrix; the dim `axis` has the elements that share a scale.
-
-        Returns:
-            [rows, groups, columns per group], or [groups, rows per group, columns] for groups of rows.
+        """Return the shape [rows, groups, columns per group], or [groups, rows per group, columns] for groups of rows.
 
         Raises:
             ArgumentError: group_size does not divide the size of group_dim.
@@ -79,7 +76,7 @@ class PackedWeight(nn.Module):
     Args:
         weight: the matrix to quantize.
         form: the format.
-        dtype: dtype of `dense` and of products; None: that of `weight`.
+        dtype: dtype of `dense` and `rows`; None: that of `weight`.
 
     Raises:
         ArgumentError: the shape does not fit the format: an odd number of columns in 4 bits, or incomplete groups.
@@ -119,7 +116,7 @@ class PackedWeight(nn.Module):
             integers: int8 for symmetric 8 bits; else uint8. 4 bits: two columns per byte, the first in the low bits.
             scale: fp32 in the shape `form.groups(shape)`, with size 1 in the dim `form.axis`.
             offset: the same; an element is integer · scale + offset.
-            dtype: dtype of the products.
+            dtype: dtype of `dense` and `rows`.
 
         Raises:
             ArgumentError: the number of integers does not fit the shape.
@@ -134,7 +131,7 @@ class PackedWeight(nn.Module):
         return weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
-        """Move the parts between devices. `.to(bfloat16)` only changes the dtype of products, not of the scales."""
+        """Move the parts between devices. `.to(bfloat16)` only changes the attribute `dtype`, not the scales."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.scale.device))
         scale, offset = self.scale.detach(), self.offset.detach()
         super()._apply(fn, recurse)
@@ -220,7 +217,7 @@ class PackedWeight(nn.Module):
     def settle(self, take: Callable[[int], torch.Tensor]) -> int:
         """Move the parts to other host memory, such as huge pages, which are read faster.
 
-        Parts in a file, in shared memory or in a larger tensor are not moved.
+        Sharded parts, and parts in a file, in shared memory or in a larger tensor, are not moved.
 
         Args:
             take: function that allocates a uint8 tensor of a given number of elements.
@@ -244,7 +241,7 @@ class PackedWeight(nn.Module):
 
     @staticmethod
     def _quantize(weight: torch.Tensor, form: PackingFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Quantize to uint8 [rows, columns], with fp32 scale and offset per group: integer · scale + offset."""
+        """Return uint8 [rows, columns], scale and offset, both fp32 per group: integer · scale + offset."""
         grouped = weight.view(form.groups(weight.shape))
         top = 2**form.num_bits - 1
         if form.symmetric:

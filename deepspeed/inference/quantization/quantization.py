@@ -35,11 +35,12 @@ def quantize(model: nn.Module, form_of: FormOf, dtype: torch.dtype | None = None
 
     Args:
         form_of: maps name and layer (Linear, Embedding or `Conv1D`), or name and parameter of stacked experts, to a
-            format; None leaves it unchanged.
-        dtype: dtype of the products; None: that of the weights.
+            format (experts: group_dim 1); None: not packed.
+        dtype: dtype of unpacked matrices; None: that of the weights.
 
     Raises:
-        ArgumentError: a format does not fit a matrix, or only some of the layers with a shared matrix have a format.
+        ArgumentError: a format does not fit a matrix, or only some of the layers with a shared matrix, or only one of
+            the two matrices of stacked experts, have a format.
         NotAvailableError: the model is sharded.
     """
     chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
@@ -73,7 +74,7 @@ def quantize(model: nn.Module, form_of: FormOf, dtype: torch.dtype | None = None
 
 
 def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
-    """Raise if the model is sharded, or if only some layers with a shared matrix are packed (they would differ).
+    """Raise NotAvailableError for a sharded model, ArgumentError if only some layers with a shared matrix are packed.
 
     Args:
         chosen: ids of the layers to pack.
@@ -103,12 +104,12 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     """Pack the bf16 matrices of Linear and Embedding layers and of experts in 12 bits per element, in place, without
     loss.
 
-    Matrices are packed one at a time, the smallest first, so that freed memory makes room for the largest. Layers with
-    a shared matrix share its packed form. A matrix that cannot be packed stays as it is; the reason is logged.
+    Matrices are packed one at a time, first those of layers by size, the smallest first, then experts. Layers with a
+    shared matrix share its packed form. A matrix that cannot be packed stays as it is; the first reason is logged.
 
     Args:
         model: a model in host memory. If a parameter is sharded or has a gradient, ArgumentError is raised. If other
-            code has references to the weights, later writes to those have no effect on the model.
+            code has references to the weights, later writes to the weights have no effect on the model.
         whole: layers to leave unpacked. Layers with hooks are never packed.
 
     Returns:
@@ -144,7 +145,7 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
 
 
 def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
-    """Return (bytes, names of the layers that share it) of each bf16 matrix to pack, smallest first.
+    """Return (bytes, names of its layers) of each bf16 matrix to pack, smallest first; layers in `left` stay unpacked.
 
     The list has no reference to a tensor, so packed matrices free their memory.
     """
@@ -163,7 +164,7 @@ def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[
 
 
 def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
-    """Pack the matrix that the layers `names` share; return its size in bytes."""
+    """Pack the matrix that the layers `names` share; return its packed size in bytes."""
     module: Any = model.get_submodule(names[0])
     packed = LosslessWeight(module.weight, room)
     for name in names:
@@ -174,7 +175,7 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
 
 
 def _pack_experts(model: nn.Module, name: str, room: Room) -> int:
-    """Pack the experts of one layer; returns their bytes."""
+    """Pack the experts of one layer; return their packed size in bytes."""
     experts = model.get_submodule(name)
     packed = stacked.pack_lossless(experts, room)
     home, _, last = name.rpartition(".")
@@ -190,15 +191,15 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
 
     Args:
         num_bits: 8 (symmetric), or 4 (asymmetric, with one scale per 32 inputs, or per 16, 8, 4 or 2 if 32 does not
-            divide their number).
+            divide the number of inputs; a layer with an odd number is not packed).
         q_groups: number of scales per output, with 8 bits; 1 is used if it does not divide the number of inputs.
-        dtype: dtype of the products; None: that of the weights.
+        dtype: dtype of unpacked matrices; None: that of the weights.
 
     Returns:
         Number of packed layers.
 
     Raises:
-        ArgumentError: a layer is already packed in another number of bits.
+        ArgumentError, NotAvailableError: as in `quantize`, or a layer is already packed in another number of bits.
     """
     head_layer = getattr(model, "get_output_embeddings", lambda: None)()
     _check_same_bits(model, lambda name, module: None if module is head_layer else num_bits)
@@ -221,7 +222,7 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
 
 
 def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int | None]) -> None:
-    """Raise if a packed layer would get another number of bits, which would round its values twice."""
+    """Raise ArgumentError if `bits_of` (name, module) differs from the bits of a packed layer; None: no change."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding | PackedExperts):
             continue
@@ -257,8 +258,9 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[st
         The model.
 
     Raises:
-        DeepSpeedConfigError: a missing section, unknown keys, a layer matched by two entries, or an entry without a
-            layer; also a ValueError and an AssertionError.
+        DeepSpeedConfigError: no or both kinds of section, unknown keys, a layer matched by two entries, or an entry
+            without a layer; also a ValueError and an AssertionError.
+        ArgumentError: as in `quantize`, or a layer is already packed in another number of bits.
         NotAvailableError: num_bits is neither 4 nor 8, or the model is sharded.
     """
     section = ds_config.get("weight_quantization")

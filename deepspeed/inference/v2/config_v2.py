@@ -10,7 +10,7 @@ from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """Section `tensor_parallel`; only tp_size 1 is available, larger values raise NotAvailableError."""
+    """Section `tensor_parallel`; only tp_size 1 is available, other values raise pydantic.ValidationError."""
 
     tp_size: PositiveInt = 1
 
@@ -23,7 +23,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """Section `quantization`: not available; any `quantization_mode` but None raises NotAvailableError."""
+    """Section `quantization`: not available; `quantization_mode` must be None, else pydantic.ValidationError."""
 
     quantization_mode: str | None = None
 
@@ -42,7 +42,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
         tensor_parallel: alias `tp`; only one rank is available.
         state_manager: alias `manager`; limits of sequences, tokens and cache memory.
         quantization: not available.
-        lossless_weights: pack bf16 matrices in 12 bits, in the model; None: only if the engine has loaded the model.
+        lossless_weights: pack bf16 matrices in 12 bits, in the model; None: only if `build_hf_engine` loads the model.
     """
 
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")

@@ -20,7 +20,7 @@ from deepspeed.inference.v2.engine_v2 import ENGINE_FILE, InferenceEngineV2
 def build_hf_engine(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """Build an engine for any causal LM of Transformers.
+    """Build an engine for a causal LM of Transformers, also from a folder written by `InferenceEngineV2.serialize`.
 
     Args:
         path: a folder, or a name on the Hugging Face Hub; weights keep their dtype.
@@ -50,7 +50,7 @@ def build_engine_from_ds_checkpoint(
 
     Raises:
         CheckpointMissingError: the folder was not written by `serialize`.
-        CheckpointError: the weights cannot be loaded.
+        CheckpointError, NotAvailableError, MemoryExhaustedError: as in `build_hf_engine`.
     """
     logger.setLevel(debug_level)
     file = Path(path) / ENGINE_FILE

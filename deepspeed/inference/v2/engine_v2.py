@@ -54,7 +54,7 @@ class InferenceEngineV2:
     """Engine that runs ragged batches over a paged KV cache, with 64 tokens per block.
 
     Args:
-        model: a causal LM of Transformers that can be batched.
+        model: a causal LM of Transformers that can be batched; set to evaluation mode.
         engine_config: limits and memory; None: defaults.
 
     Raises:
@@ -108,8 +108,8 @@ class InferenceEngineV2:
 
         Raises:
             SchedulingError: the batch exceeds a limit (only with `do_checks`).
-            MemoryExhaustedError: too few blocks are free.
-            ArgumentError: duplicate uids, or invalid tokens.
+            MemoryExhaustedError: too few blocks are free (only without `do_checks`).
+            ArgumentError: no or duplicate uids, another number of token tensors, or invalid tokens.
         """
         uids, tokens = list(batch_uids), [self._check_tokens(new) for new in batch_tokens]
         if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not uids:
@@ -189,18 +189,14 @@ class InferenceEngineV2:
             self._blocks.release(block)
 
     def serialize(self, save_path: str) -> None:
-        """Write the model and its configuration for `build_engine_from_ds_checkpoint`.
-
-        Args:
-            save_path: a folder; weights are written as safetensors.
-        """
+        """Write model and config to the folder `save_path`, for `build_engine_from_ds_checkpoint`."""
         folder = Path(save_path)
         self._model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
         entries = {"version": 1, "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch.")}
         (folder / ENGINE_FILE).write_text(json.dumps(entries))
 
     def _count(self, each: int) -> int:
-        """Return the number of blocks for the KV cache, by `memory_config`; `each` is the size of a block in bytes."""
+        """Return the number of blocks of `each` bytes for the KV cache; MemoryExhaustedError if no memory is left."""
         manager = self._config.state_manager
         if manager.memory_config.mode in ("allocate",):
             return manager.memory_config.size

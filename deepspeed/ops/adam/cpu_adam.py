@@ -73,7 +73,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
         return 1 - beta1, beta2, 1 - beta2, lr / first * root, group["eps"] * root, decay_factor, l2
 
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Update one tensor, as `step` would.
+        """Update one tensor from its `.grad`; None: no update.
 
         Args:
             subgroup_id: index of the tensor, counted over all groups.

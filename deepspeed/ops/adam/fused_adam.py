@@ -68,7 +68,7 @@ def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, 
     """Undo the last update with `grad`: restore values, moments and step count, up to rounding.
 
     Args:
-        group: as in `adam_update`, with the hyperparameters of that update, and `lr`.
+        group: as in `adam_update`, with the hyperparameters of that update and `lr`, without `maximize`.
         param: the tensor, changed in place.
         grad: gradient of that update.
         state: state after at least one step, without `max_exp_avg_sq` (amsgrad); changed in place.
@@ -116,7 +116,7 @@ class FusedAdam(GroupOptimizer):
             betas: decay rates of the first and the second moment.
             eps: added to the square root of the second moment.
             adam_w_mode: whether weight decay is applied to the weights themselves (AdamW).
-            weight_decay: weight decay, multiplied by the learning rate.
+            weight_decay: factor of the weights; AdamW multiplies it by the learning rate.
             amsgrad: must be False; torch.optim.AdamW (`"torch_adam": true`) and DeepSpeedCPUAdam support it.
             set_grad_none: whether `zero_grad()` sets gradients to None, instead of zero.
 

@@ -1,4 +1,4 @@
-"""Asynchronous tensor I/O: several requests at a time, without the page cache."""
+"""Asynchronous tensor I/O: several requests at a time, past the page cache if the file system supports it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class BlockFile:
         return state.f_bavail * state.f_frsize
 
     def disk_state(self) -> str:
-        """Describe the usage of the disk in a sentence, for errors."""
+        """Describe the free space of the disk in a sentence, for errors."""
         return f"Its disk has {size_text(self.free())} free"
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class BlockFile:
 
 
 def size_text(nbytes: int) -> str:
-    """Format a number of bytes with a unit."""
+    """Format a number of bytes, such as "1.5 GB" or "1.5 MB" (powers of 1000), or "10 bytes"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if nbytes >= scale:
             return f"{nbytes / scale:,.1f} {unit}"

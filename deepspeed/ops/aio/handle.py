@@ -17,7 +17,7 @@ from deepspeed.ops.aio.queue import IORequest, block_queue, cause_of
 class aio_handle:
     """Handle that reads and writes CPU tensors in files, with several requests in flight.
 
-    Their number is `queue_depth` x `intra_op_parallelism`, but at least 4 and at most 64. Tensors of
+    The number of requests is `queue_depth` x `intra_op_parallelism`, but from 4 to 64. Tensors of
     `new_cpu_locked_tensor` bypass the page cache if the file system supports it; any other contiguous CPU tensor works
     too. A write creates a missing file and never truncates one.
 
@@ -83,7 +83,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `read`; with `async_op`, only start it and return 0: `wait` finishes it and raises its errors."""
+        """Call `read`; with `async_op`, start the transfer and return 0; `wait` then raises the transfer's errors."""
         started = self._start(buffer, filename, file_offset, False, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -95,7 +95,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Call `write`; with `async_op`, only start it and return 0: `wait` finishes it and raises its errors."""
+        """Call `write`; with `async_op`, start the transfer and return 0; `wait` then raises the transfer's errors."""
         started = self._start(buffer, filename, file_offset, True, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -186,7 +186,7 @@ class aio_handle:
 
 @dataclass
 class _Started:
-    """Read or write that was started."""
+    """Read or write in progress."""
 
     file: BlockFile
     buffer: torch.Tensor
@@ -196,7 +196,7 @@ class _Started:
     job: IORequest
 
     def finish(self) -> None:
-        """Wait for the operation, check its result, and close the file."""
+        """Wait for the operation, check its result, and close the file; StorageError if the operation failed."""
         error, moved = self.job.wait()
         cause = cause_of(error, moved, self.buffer.nbytes)
         if not cause and self.validate and not self._same():

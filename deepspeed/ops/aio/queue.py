@@ -90,7 +90,7 @@ class NativeJob:
 
 
 class NativeQueue:
-    """Queue with native threads: transfers in order, `threads` blocks at a time; arguments are those of `ThreadQueue`.
+    """Queue with native threads of `library`: transfers in order, `threads` blocks of `block` bytes at a time.
 
     Attributes:
         unfinished: transfers without a finished `wait`, referenced to keep their tensors alive.

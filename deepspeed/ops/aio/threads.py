@@ -34,7 +34,7 @@ class ThreadJob:
         return self.over.is_set()
 
     def move(self, start: int, stop: int, aligned_block: _AlignedBlock) -> tuple[int, int]:
-        """Move the bytes from `start` to `stop`; return (bytes moved, errno or 0). Fewer without errno: file end."""
+        """Move bytes [start, stop), by `aligned_block` if unaligned; return (bytes, errno); 0: all, or file end."""
         call = os.pwritev if self.writing else os.preadv
         position, refused = start, self.file.direct < 0
         while position < stop:

@@ -28,15 +28,15 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     scores is NaN, as in `torch.softmax`.
 
     Args:
-        Q: queries `[B, N, L, H, D]`; fp32, bf16, fp16 or fp64, on any device. Under autocast its dtype is used.
+        Q: queries `[B, N, L, H, D]`; fp32, bf16, fp16 or fp64, on any device. Under autocast, Q, K and V are cast
+            unless Q is fp64.
         K: keys, of the same shape, dtype and device.
         V: values, of the same shape, dtype and device.
         biases: zero to two tensors; None means no bias. The first is `[B, N, 1, 1, L]` (a key mask for each sequence),
-            the second `[B, 1, H, L, L]` (pair bias, for all sequences), in any of these dtypes. The list is not
-            changed.
+            the second `[B, 1, H, L, L]` (pair bias, for all sequences), in any of these dtypes.
 
     Returns:
-        `[B, N, L, H, D]` in the dtype of Q.
+        `[B, N, L, H, D]` in the dtype of Q, after the cast.
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit.
@@ -73,7 +73,7 @@ def _check(name: str, tensor: Tensor | None, shape: Sequence[int], query: Tensor
 
 
 class _Tiles:
-    """Q, K, V of one batch entry as `[N, H, L, D]` in the dtype of the scores, with its biases and tile sizes."""
+    """Q, K, V of one batch entry as `[N, H, L, D]` in the dtype of the scores, and the biases of the entry."""
 
     def __init__(self, entry: int, inputs: Sequence[Any]) -> None:
         parts: list[Any] = [None if tensor is None else tensor[entry].detach() for tensor in inputs]

@@ -50,7 +50,7 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
         max_ragged_sequence_count: maximum number of sequences in a pass; not above the other two.
         max_context: maximum number of tokens of a sequence; the model's own limit also applies.
         memory_config: size of the KV cache.
-        offload: not available; True raises NotAvailableError.
+        offload: not available; True raises pydantic.ValidationError.
     """
 
     max_tracked_sequences: PositiveInt = 2048
