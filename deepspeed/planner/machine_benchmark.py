@@ -1,4 +1,4 @@
-"""Benchmark of this machine: compute, memory, message and disk rates while all ranks run, in less than a minute.
+"""Benchmark of this machine: compute, memory, message and disk rates while all ranks run.
 
 Ranks synchronize before each measurement, so that all of them run the same operation at the same time.
 """

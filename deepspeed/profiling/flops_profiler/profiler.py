@@ -136,7 +136,7 @@ class ModuleProfile:
     """Measurements of one module including its descendants.
 
     Attributes:
-        params: distinct parameters, with original sizes if they are sharded.
+        params: elements of distinct parameters before sharding.
         forward: floating-point operations of forward.
         backward: floating-point operations of backward, without recomputation.
         again: recomputed forward operations in backward: checkpoints, and the scores of fused attention.
@@ -223,7 +223,7 @@ class FlopsProfiler:
         self._counted = self._timed = None
 
     def _profile(self, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None) -> None:
-        """Count one call and time another, in eval mode; afterwards each module's mode is restored."""
+        """After `warm_up` calls, count one call and time another, in eval mode; then restore each module's mode."""
         was_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -299,7 +299,7 @@ class FlopsProfiler:
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return the number of distinct parameters before sharding, or text with `as_string`."""
+        """Return the elements of distinct parameters before sharding, or text with `as_string`."""
         params = sum(p.numel() for p in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -318,7 +318,7 @@ class FlopsProfiler:
         Args:
             profile_step: step number for the heading.
             module_depth: maximum depth of listed modules; -1: all.
-            top_modules: number of module classes listed per depth.
+            top_modules: number of module classes listed per depth and measurement.
             detailed: include the tree of modules.
             output_file: file to append to; None: standard output.
 

@@ -23,7 +23,7 @@ is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabl
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors of a value, with a fast path for a single tensor."""
+    """Return the tensors of a value, with a fast path for a single tensor."""
     return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
 
 

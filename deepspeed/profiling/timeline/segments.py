@@ -218,7 +218,7 @@ class Waits:
         """Return (rank position, time) of the last rank to arrive at the message of a segment; (-1, 0) if none is late.
 
         A CALL segment is a collective that all ranks enter. The message of a WAIT segment is sent at the
-        end of the other rank's call.
+        end of the other rank's call. Without such calls, or if none explains a WAIT, `_busiest` decides.
         """
         if piece.label.startswith("gather of ") and piece.category != CALL:
             return self._busiest(index, piece, whole=False)
