@@ -269,7 +269,7 @@ class Agent:
         self._beat_at = 0.0
 
     def _on_hold(self, held: bool) -> None:
-        """Pause (`held`) or resume reading of the ranks' output, because the user's terminal is blocked or not."""
+        """Pause (`held`: too much output is queued for the terminal) or resume reading of the ranks' output."""
         self._held = held
         for rank in self._ranks:
             for stream in rank.streams:
@@ -284,7 +284,7 @@ class Agent:
             rank.signal(number)
 
     def _on_end(self, number: int, grace: float) -> None:
-        """Send signal `number` to the ranks and kill their process groups after `grace` seconds; 0: only kill, now."""
+        """Send signal `number` to the ranks and kill their groups `grace` seconds later; 0: only kill, at once."""
         self._clean = False
         if grace > 0:
             self._on_signal(number)
@@ -391,7 +391,7 @@ class Agent:
                 self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """Kill running ranks (after a failure all ranks' process groups), end the guard, delete the --save_pid file."""
+        """Kill running ranks (after a failure or `_on_end`: all groups), end the guard, delete the --save_pid file."""
         for rank in self._ranks:
             if not self._clean or rank.exit_code is None:
                 rank.kill_group()
@@ -418,7 +418,7 @@ class Agent:
     def _base_environment(self, job: Mapping[str, Any], shared: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of all ranks: variables of this host, of the job, and `shared` for the rendezvous.
 
-        Variables of MPI, SLURM or torchrun that describe the agent as a rank are left out.
+        Variables that describe the agent as a rank are left out. On other hosts, PYTHONPATH starts with job["folder"].
         """
         inherits = self._local or self._job is not None
         # Without those by which MPI, SLURM or torchrun gave the agent a rank of its own.

@@ -63,7 +63,7 @@ class Attempt:
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
     def started(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Process the message `started` of a host's agent: record process ids, and log the first host's devices."""
+        """Process the message `started` of a host's agent: record process ids; log devices (first host and attempt)."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
             return
@@ -75,7 +75,7 @@ class Attempt:
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
     def ended(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Process the message `ended` of a host's agent: record the end and, unless ranks are being ended, failure."""
+        """Process an agent's message `ended`: record a rank's end, and its failure unless ranks are being ended."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
             return
@@ -98,7 +98,7 @@ class Attempt:
         """Send a user's or scheduler's signal to all ranks.
 
         If the first signal is SIGINT or SIGTERM, ranks are killed after the grace period. A second SIGINT in a row
-        kills the ranks immediately; other repetitions of a signal have no effect.
+        kills the ranks immediately; other repetitions in a row have no effect.
         """
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
         if number == self.stopped_by and not again:

@@ -49,7 +49,7 @@ _ALWAYS = tuple(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `ds_bundle`.
+    """Run `ds_bundle`: write the zip file of a bug report.
 
     Args:
         args: command line without the program's name; None: `sys.argv`.
@@ -105,7 +105,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the secret values of `environment` and the environment files, of 4 characters or more, longest first."""
+    """Return the values (4 characters or more) of secret variables of `environment` and the files, longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -114,7 +114,7 @@ def known_secrets(environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(environment: Mapping[str, str]) -> str:
-    """Return a line per variable: the value if the name starts as in `SHOWN` and names no secret, else its length."""
+    """Return a line per variable: its length, or its value if the name starts as in `SHOWN` and hints at no secret."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
         shown = name.startswith(SHOWN) and not names_a_secret(name)
@@ -153,7 +153,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """Return the folder `named`; for "", the log folder of this user's last job, or None if there is no such folder."""
+    """Return the folder `named` (LaunchError if missing); for "", that of this user's last job, or None without one."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)

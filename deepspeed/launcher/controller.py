@@ -49,7 +49,7 @@ class Starter(Protocol):
 
 
 class Control:
-    """Controller of a job.
+    """Controller of a job: starts the agents of all hosts, sends requests to agents, and watches them and their ranks.
 
     Args:
         job: the job.
@@ -105,7 +105,7 @@ class Control:
         """Run the job.
 
         Returns:
-            Exit code: 0; that of the rank that failed first; 1 if a host was lost; 2 if the job could not be started.
+            Exit code, as of `runner.main`.
         """
         with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
@@ -127,7 +127,7 @@ class Control:
         """Wait for all hosts and run one attempt; return the exit code and the report.
 
         Raises:
-            LaunchError: a host did not answer.
+            LaunchError: a host did not answer, or the job was aborted.
         """
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]

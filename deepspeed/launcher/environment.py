@@ -134,7 +134,7 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
 def _for_hosts(
     variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
 ) -> dict[tuple[str, str | None], str]:
-    """Return an environment file's variables without those for hosts outside of `hosts`, the job's (None: all).
+    """Return an environment file's variables without those for hosts that are not in `hosts` (None: all variables).
 
     In a job on `localhost`, lines for this machine's name also count.
     """

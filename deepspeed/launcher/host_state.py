@@ -142,7 +142,7 @@ class Failure:
 
     Args:
         time: time of the failure, in seconds of `time.monotonic()`.
-        code: exit code; negative: number of a signal.
+        code: exit code; -N: ended by signal N.
         text: report.
         secondary: whether the rank failed only because another rank was lost.
         rank: global rank; None for the loss of a host.

@@ -128,7 +128,7 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
         exclude: the same form; "": no slot.
 
     Raises:
-        LaunchError: both are given, a host or slot is not in the pool, or nothing is left.
+        LaunchError: both are given, a host or slot is malformed or not in the pool, or nothing is left.
     """
     if include and exclude:
         raise LaunchError(f"--include {include!r} and --exclude {exclude!r} exclude each other; give one of them")

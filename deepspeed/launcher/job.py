@@ -106,7 +106,7 @@ def names_a_secret(name: str) -> bool:
 
 
 def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
-    """Write digests of secrets of 6 characters or more to a new file in a log folder; file errors are ignored."""
+    """Write digests of secret variables (6 characters or more) to a new file in a log folder; ignore file errors."""
     values = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
     if not values:
         return

@@ -238,7 +238,7 @@ def _young_objects() -> Iterator[None]:
 
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each category that are in host memory if there is a device."""
+    """Return the part of `at_peak` that is in host memory if there is a device, by category."""
     parts, totals = engine._components, Counter[str]()
     totals[POOLS] = at_peak.get(POOLS, 0)
     if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):

@@ -87,7 +87,7 @@ class TrainingPlan:
 
     @property
     def name(self) -> str:
-        """Return the plan's name in results."""
+        """Return the plan's name, such as `z3_gas2_tmbspg4_opt-cpu_recompute`."""
         tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
@@ -492,7 +492,7 @@ def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
 
 
 def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
-    """Return whether smaller buckets may make a plan fit: gradients are reduced during backward, and state fits."""
+    """Return whether `narrow` may fit if `usual` does not: gradients are reduced during backward, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)

@@ -51,7 +51,7 @@ class Program:
     expert_load: float = 1.0
 
     def made_model(self) -> nn.Module:
-        """Create a model for the run.
+        """Return a copy of the module `model`, or a new module from the callable `model`.
 
         Raises:
             ArgumentError: the callable returned no module.
@@ -93,7 +93,7 @@ class Program:
         return loss if loss.dim() == 0 else loss.float().mean()
 
     def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
-        """Run the updates.
+        """Run `updates` updates with the same micro-batch.
 
         Args:
             engine: engine of the model.

@@ -161,7 +161,7 @@ class _Watched:
 
     Attributes:
         held: peak bytes observed on each rank.
-        over_memory, timed_out: whether that limit ended the trial.
+        over_memory, timed_out: whether the limit of memory or time ended the trial.
     """
 
     def __init__(self, process: TrialProcess) -> None:

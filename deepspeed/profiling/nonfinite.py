@@ -34,7 +34,7 @@ class Finding(NamedTuple):
             update the parameter.
         operation: name of the operator; "" for inputs, updates and gradients from the loss.
         statistics: text of `describe` for the tensor with the value.
-        inputs: inputs of the operation, for a dump.
+        inputs: inputs of the operation, for a dump; without an operation, the tensor with the value.
     """
 
     direction: str

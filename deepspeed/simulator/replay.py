@@ -303,7 +303,7 @@ def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -
 
 
 def _stretches(pieces: Sequence[TimedOp], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
-    """Return the intervals of a track by kind, without invisibly small gaps."""
+    """Return the intervals of a track by kind, merged over gaps of up to `gap` seconds."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for kind in _COLORS:
         intervals = [(p.begin, p.end + gap) for p in pieces if p.track == track and p.kind == kind]

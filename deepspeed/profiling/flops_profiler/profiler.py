@@ -117,7 +117,7 @@ class Counter(Attribution):
         return sums
 
     def time_of(self, name: str) -> float:
-        """Return the forward seconds of the module `name`; for a container that is not called, of its children."""
+        """Return the forward seconds of the module `name`; for a container that is not called, of its descendants."""
         if name in self.seconds:
             return self.seconds[name]
         below = f"{name}." if name else ""
@@ -177,7 +177,7 @@ class FlopsProfiler:
         self._timed: Counter | None = None
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Start counting operations of forward and backward.
+        """Start counting operations of forward and backward; earlier results are deleted.
 
         Args:
             ignore_list: types of modules; operations inside of them are not counted. None: all are counted.
@@ -313,7 +313,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the summary, the largest modules of each depth, and the tree of modules with their measurements.
+        """Print the summary, the largest module classes of each depth, and the tree of modules with their measurements.
 
         Args:
             profile_step: step number for the heading.

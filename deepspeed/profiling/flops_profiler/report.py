@@ -22,7 +22,7 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
     Args:
         num: any number.
-        units: T, G, M, K, "", m or u; None: the largest unit that is not larger than the number.
+        units: T, G, M, K, "", m or u; None: the largest unit that is not larger than the number, else u; 0: "".
         precision: digits after the decimal point.
 
     Example:

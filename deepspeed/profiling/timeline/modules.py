@@ -85,7 +85,7 @@ class ModuleSpans:
                     node.register_prehook(partial(self._begin, name))
 
     def _begin(self, name: str, _gradients: Any) -> None:
-        """Begin the backward of a module."""
+        """Begin the backward span of a module when the gradient of its output is computed."""
         if not recorder.on:
             return
         if not self._since:

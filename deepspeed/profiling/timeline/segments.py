@@ -154,7 +154,7 @@ class Charge(NamedTuple):
     Attributes:
         rank: the rank that joined collectives last.
         nanoseconds: waiting of all other ranks together, in all updates.
-        usual: waiting of all other ranks together in the median update, which one outlier does not change.
+        usual: nanoseconds of waiting of all other ranks together in the median update.
         category, module: the segment in which the rank exceeded the others most.
         excess: nanoseconds of that category in the median update, above the mean of the others.
     """

@@ -45,7 +45,7 @@ class Limit(NamedTuple):
 
 
 class Timeline:
-    """Spans of all ranks between the ends of two updates.
+    """Spans of all ranks over consecutive updates.
 
     Args:
         records: records of all ranks, on one clock.
@@ -128,7 +128,7 @@ class Timeline:
 
     @cached_property
     def limit(self) -> Limit:
-        """Return the bottleneck of the median update: a rank that others wait for, or the longest category."""
+        """Return the median update's bottleneck: a rank that others wait for, or the category longest on all ranks."""
         totals = [self._waits.usual(index) for index in range(len(self.records))]
         whole = sum(sum(total.values()) for total in totals) / len(totals)
         by_rank: list[dict[str, float]] = [defaultdict(float) for _ in totals]
