@@ -105,7 +105,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the values (4 characters or more) of secret variables of `environment` and the files, longest first."""
+    """Return the values (4 or more characters) of secrets in `environment` and environment files, longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -114,7 +114,7 @@ def known_secrets(environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(environment: Mapping[str, str]) -> str:
-    """Return a line per variable: its length, or its value if the name starts as in `SHOWN` and hints at no secret."""
+    """Return a line per variable: its length, or its value if the name starts as in `SHOWN` and is not a secret's."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
         shown = name.startswith(SHOWN) and not names_a_secret(name)
