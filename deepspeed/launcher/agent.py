@@ -1,7 +1,7 @@
 """Agent: the process on each host that starts the ranks of this host, and the command that starts an agent.
 
-Command, arguments and variables of the ranks come over the agent's connection to the launcher. Ranks end on request of
-the launcher, or when the connection closes or is silent for too long.
+The launcher sends requests over the agent's connection. The agent kills the ranks if the connection closes or, unless
+the launcher is its parent process, is silent for too long.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
 
 
 def import_path() -> list[str]:
-    """Return the import path for agents: `sys.path` of this process, with this package's parent folder first."""
+    """Return the import path for agents: this package's parent folder, then the other nonempty items of `sys.path`."""
     own = str(Path(__file__).resolve().parents[2])
     return [own, *(path for path in sys.path if path and path != own)]
 
 
 def addresses(hosts: list[str]) -> list[str]:
-    """Return this machine's addresses for connections from agents; those on the route to `hosts` first."""
+    """Return this machine's addresses, those on routes to the first 8 `hosts` first; loopback if there is no other."""
     local: list[str] = []
     for host in hosts[:8]:
         with contextlib.suppress(OSError):
@@ -165,7 +165,10 @@ class Agent:
         self._done: int | None = None
 
     def run(self) -> int:
-        """Process messages until the launcher ends the agent or disconnects; return the exit code."""
+        """Process messages until the launcher ends the agent; return 0 or, with `front`, the exit code of the job.
+
+        Return 1 if the launcher disconnects or is silent for too long, or if the foreground process is killed.
+        """
         with signal_socket(FORWARDED_SIGNALS) as signals, self._selector:
             self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
@@ -266,7 +269,7 @@ class Agent:
         self._beat_at = 0.0
 
     def _on_hold(self, held: bool) -> None:
-        """Pause (`held`) or resume reading of the ranks' output, while the launcher's own output is blocked."""
+        """Pause (`held`: too much output is queued for the terminal) or resume reading of the ranks' output."""
         self._held = held
         for rank in self._ranks:
             for stream in rank.streams:
@@ -281,7 +284,7 @@ class Agent:
             rank.signal(number)
 
     def _on_end(self, number: int, grace: float) -> None:
-        """Send signal `number` to the ranks and kill the remaining ones after `grace` seconds; 0: kill all now."""
+        """Send signal `number` to the ranks and kill their groups `grace` seconds later; 0: only kill, at once."""
         self._clean = False
         if grace > 0:
             self._on_signal(number)
@@ -388,7 +391,7 @@ class Agent:
                 self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """Kill the remaining ranks (after a failure also child processes of ended ranks), and end the guard."""
+        """Kill running ranks (after a failure or `_on_end`: all groups), end the guard, delete the --save_pid file."""
         for rank in self._ranks:
             if not self._clean or rank.exit_code is None:
                 rank.kill_group()
@@ -401,7 +404,7 @@ class Agent:
 
     @staticmethod
     def _own_address() -> str:
-        """Return this host's address for other hosts: the one that ssh connected to, else one by name or route."""
+        """Return this host's address for other hosts: that of the ssh connection, one by name or route, or the name."""
         reached = os.environ.get("SSH_CONNECTION", "").split()
         if len(reached) == 4 and not is_loopback(reached[2]):
             return reached[2]
@@ -415,7 +418,7 @@ class Agent:
     def _base_environment(self, job: Mapping[str, Any], shared: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of all ranks: variables of this host, of the job, and `shared` for the rendezvous.
 
-        Variables of MPI, SLURM or torchrun that describe the agent as a rank are left out.
+        Variables that describe the agent as a rank are left out. On other hosts, PYTHONPATH starts with job["folder"].
         """
         inherits = self._local or self._job is not None
         # Without those by which MPI, SLURM or torchrun gave the agent a rank of its own.

@@ -117,7 +117,7 @@ def _count(text: str) -> int:
 
 
 def program(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a rank, as a list, with these arguments of the script.
+    """Return the command line of a rank, as a list; `arguments` are those of the script.
 
     Raises:
         LaunchError: `options` have both --module and --no_python.

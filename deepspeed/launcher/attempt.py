@@ -63,7 +63,7 @@ class Attempt:
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
     def started(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Process the message `started` of a host's agent: record the ranks' process ids."""
+        """Process the message `started` of a host's agent: record process ids; log devices (first host and attempt)."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
             return
@@ -75,7 +75,7 @@ class Attempt:
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
     def ended(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Process the message `ended` of a host's agent: record the end of a rank, and a failure if it failed."""
+        """Process an agent's message `ended`: record a rank's end, and its failure unless ranks are being ended."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
             return
@@ -88,7 +88,7 @@ class Attempt:
         self._fail(Failure(failed_at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
     def lost(self, peer: HostState, why: str) -> None:
-        """Record the loss of a host and its ranks, with the reason `why`; a failure if ranks were running."""
+        """Record the loss of a host for the reason `why`; a failure if ranks ran and are not being ended."""
         had_ranks = bool(peer.left)
         peer.left.clear()
         if had_ranks and not self._ending:
@@ -97,7 +97,8 @@ class Attempt:
     def signal(self, number: int) -> None:
         """Send a user's or scheduler's signal to all ranks.
 
-        After SIGINT or SIGTERM, ranks are killed after the grace period; after a second SIGINT, immediately.
+        If the first signal is SIGINT or SIGTERM, ranks are killed after the grace period. A second SIGINT in a row
+        kills the ranks immediately; other repetitions in a row have no effect.
         """
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
         if number == self.stopped_by and not again:
@@ -120,7 +121,7 @@ class Attempt:
                 peer.send("end", number=int(signal.SIGTERM), grace=GRACE_SECONDS)
 
     def result(self) -> tuple[int, str]:
-        """Return the exit code (0: success) and the report of the first failure; cancel pending timers."""
+        """Return the exit code (0: success) and the report of the first failure; disable pending timers."""
         self._finished = True
         if not self.failures:
             return 0, ""

@@ -49,7 +49,7 @@ _ALWAYS = tuple(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `ds_bundle`.
+    """Run `ds_bundle`: write the zip file of a bug report.
 
     Args:
         args: command line without the program's name; None: `sys.argv`.
@@ -74,12 +74,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
-    """Write the bundle, readable only by its owner; values that look like secrets are replaced.
+    """Write the bundle (a new file is readable only by its owner); values that look like secrets are replaced.
 
     Args:
         output: path of the zip file.
-        logs: paths of log files, by name in the bundle.
-        files: further text files; of each file, the last `LOG_BYTES` bytes are included.
+        logs: paths of log files, by name in the bundle's folder `logs`.
+        files: further text files with different names. Of logs and files, the last `LOG_BYTES` bytes are included.
         digests: digests of the job's secrets that are not in this process's environment.
 
     Returns:
@@ -105,7 +105,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of secret variables in `environment` and the environment files, longest first."""
+    """Return the values (4 or more characters) of secrets in `environment` and environment files, longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -114,7 +114,7 @@ def known_secrets(environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(environment: Mapping[str, str]) -> str:
-    """Return a line of text for each variable: its value if the name starts as in `SHOWN`, else its length."""
+    """Return a line per variable: its length, or its value if the name starts as in `SHOWN` and is not a secret's."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
         shown = name.startswith(SHOWN) and not names_a_secret(name)
@@ -142,7 +142,7 @@ def _report(secrets: Sequence[str]) -> str:
 
 
 def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
-    """Return a JSON value with secrets replaced in each string; a replacement in the JSON text could damage it."""
+    """Return a JSON value with secrets replaced in each string, and strings whose key (`name`) indicates a secret."""
     if isinstance(value, dict):
         return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -153,7 +153,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """Return the log folder `named` or, if it is empty, that of this user's last job; None if there is none."""
+    """Return the folder `named` (LaunchError if missing); for "", that of this user's last job, or None without one."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)

@@ -75,7 +75,7 @@ class CallbackServer:
             self._callers.pop(descriptor)[0].close()
 
     def _listen(self, descriptor: int) -> None:
-        """Read the token from a connection: with the right token it is an agent of this job, otherwise it is closed."""
+        """Read a connection's token. A wrong token closes the connection; more right ones than hosts abort the job."""
         caller, heard = self._callers[descriptor]
         try:
             data = caller.recv(_LINE_BYTES)
@@ -138,14 +138,14 @@ class CallbackServer:
 
     @staticmethod
     def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
-        """Return the host of an agent, by the scheduler's node name, its host name, its address or its task number.
+        """Return an agent's host, by host or node name, address or task number, or as the only host without an agent.
 
         Args:
             hello: first message of the agent.
             peers: hosts of the job.
 
         Returns:
-            The host; None if it is none of them.
+            The host; None if the agent cannot be assigned to a host.
         """
         free = [peer for peer in peers if peer.channel is None]
         own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}

@@ -25,9 +25,9 @@ class Channel:
     """One side of a connection. Writes never block: bytes that cannot be written yet are queued in memory.
 
     Args:
-        reader: descriptor to read from; the channel sets it to non-blocking and closes it.
+        reader: descriptor to read from; the channel makes both descriptors non-blocking, and `close` closes both.
         writer: descriptor to write to; may be the same one.
-        magic: whether messages begin after the bytes `MAGIC`; earlier bytes are kept in `preamble`.
+        magic: whether messages begin after the bytes `MAGIC`; the last 2,000 earlier bytes are kept in `preamble`.
     """
 
     def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
@@ -60,7 +60,7 @@ class Channel:
         self.flush()
 
     def send_line(self, text: str) -> None:
-        """Send one line of text before all messages, which starts an agent."""
+        """Send a line of text, which the start command of an agent reads; call this before `send`."""
         self._outgoing += text.encode() + b"\n"
         self.flush()
 

@@ -49,7 +49,7 @@ class Starter(Protocol):
 
 
 class Control:
-    """Controller of a job.
+    """Controller of a job: starts the agents of all hosts, sends requests to agents, and watches them and their ranks.
 
     Args:
         job: the job.
@@ -105,7 +105,7 @@ class Control:
         """Run the job.
 
         Returns:
-            Exit code: 0, that of the rank that failed first, or 2 if no rank could be started.
+            Exit code, as of `runner.main`.
         """
         with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
@@ -127,7 +127,7 @@ class Control:
         """Wait for all hosts and run one attempt; return the exit code and the report.
 
         Raises:
-            LaunchError: a host did not answer.
+            LaunchError: a host did not answer, or the job was aborted.
         """
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
@@ -266,7 +266,7 @@ class Control:
             self.on_signal(message["number"])
 
     def lose(self, peer: HostState, why: str) -> None:
-        """Mark a host as lost for the reason `why`: close its channel, and kill its starter and local ranks."""
+        """Mark a host as lost for the reason `why`: close its channel; kill its starter process and its local ranks."""
         if peer.lost:
             return
         peer.problem = why
@@ -312,7 +312,7 @@ class Control:
             peer.send("hold", held=held)
 
     def _shut_down(self) -> None:
-        """End agents and their starters; kill the local ones after a timeout."""
+        """End agents, and kill the processes that started them, at the latest after `GOODBYE_SECONDS`."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:

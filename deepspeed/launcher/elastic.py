@@ -35,7 +35,7 @@ class ElasticControl(Control):
     """Controller of an elastic job: runs attempts, each on the hosts that are available."""
 
     def run_attempts(self) -> tuple[int, str]:
-        """Run attempts until one succeeds, the user stops the job, or a limit of failed attempts is reached.
+        """Run attempts until success, a stop signal, or `MOST_RESTARTS` or `MOST_ERRORS_IN_A_ROW` is reached.
 
         Returns:
             Exit code and report of the last attempt.
@@ -68,7 +68,11 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """Wait for enough hosts; return the hosts of the next attempt, and set their `slots` to those in use."""
+        """Wait for enough hosts; return the hosts of the next attempt, and set their `slots` to the slots in use.
+
+        Raises:
+            LaunchError: too few hosts for `WAIT_SECONDS`.
+        """
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:
@@ -94,7 +98,7 @@ class ElasticControl(Control):
         return members
 
     def _look_for_hosts(self) -> None:
-        """Restart agents of lost hosts, and request a save (SIGUSR1) if an attempt with more ranks is possible now."""
+        """Every `RETRY_SECONDS`, restart lost hosts' agents; if more ranks are possible, request a save (SIGUSR1)."""
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         for peer in self.peers:
             if peer.lost:

@@ -109,7 +109,7 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
         (name, value, host or None for all hosts); later entries override earlier ones.
 
     Raises:
-        LaunchError: a name or line is malformed, or a variable is not set.
+        LaunchError: a name or line is malformed, a variable is not set, or a value has a zero byte.
     """
     variables: dict[tuple[str, str | None], str] = {}
     if several_hosts:
@@ -134,7 +134,7 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
 def _for_hosts(
     variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
 ) -> dict[tuple[str, str | None], str]:
-    """Return an environment file's variables without those for hosts outside of the job.
+    """Return an environment file's variables without those for hosts that are not in `hosts` (None: all variables).
 
     In a job on `localhost`, lines for this machine's name also count.
     """
@@ -153,7 +153,7 @@ def exported_variables() -> dict[str, str]:
     """Return the variables to export to every node: by prefix from this environment, and from environment files.
 
     Raises:
-        LaunchError: a line of an environment file is malformed.
+        LaunchError: a line of an environment file is malformed, or a value has a zero byte.
     """
     return {name: value for name, value, host in declared((), True) if host is None}
 

@@ -39,7 +39,7 @@ def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_b
     """Return an explanation of an exit code in one line.
 
     Args:
-        code: exit code; negative: number of a signal.
+        code: exit code; -N: ended by signal N.
         peak: peak memory of the process, in bytes.
         last_words: last output of the process on standard error.
         memory: memory limits of the container.

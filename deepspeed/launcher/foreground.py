@@ -64,7 +64,7 @@ def run_behind(work: Callable[[Channel], int]) -> int:
             numbers, and to which messages `out` with output are sent.
 
     Returns:
-        Exit code of `work`, or 1 if its process was killed.
+        Exit code of `work`, or 1 if `work` raised an error or its process was killed.
     """
     parent_end, child_end = socket.socketpair()
     sys.stdout.flush()
@@ -116,10 +116,7 @@ def _show(channel: Channel, pid: int) -> int:
 
 
 def _write_all(descriptor: int, data: bytes, dead: set[int]) -> None:
-    """Write `data` to a descriptor, unless it is in `dead`; add it to `dead` if its reader is closed.
-
-    If a disk is full, the data is lost, and the job continues.
-    """
+    """Write `data`, unless `descriptor` is in `dead`; add it to `dead` after an error other than a full disk."""
     if descriptor == 2:
         _last_errors.extend(data)
         del _last_errors[:-LAST_BYTES]

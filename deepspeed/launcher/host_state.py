@@ -22,9 +22,9 @@ class StarterProcess:
 
     Args:
         popen: the process, such as ssh or mpirun; None for a forked agent.
-        pid: its process id.
-        peer: its host (ssh, fork); None if it starts the agents of all hosts.
-        tail: end of its output.
+        pid: process id.
+        peer: host of the agent (ssh, fork); None if the process starts the agents of all hosts.
+        tail: end of its output, in bytes.
     """
 
     popen: subprocess.Popen[bytes] | None
@@ -53,7 +53,7 @@ class StarterProcess:
         return 0 if self.popen is None else self.popen.poll()
 
     def kill(self) -> None:
-        """Kill the process and its local child processes, such as the ssh processes of pdsh, but no agents."""
+        """Kill the process and its local descendants, such as pdsh's ssh processes, but no agents, forked or remote."""
         if self.popen is None:
             return
         helpers = self._helpers(self.pid if self.peer is not None else os.getpid())  # of one for all, orphans too
@@ -142,7 +142,7 @@ class Failure:
 
     Args:
         time: time of the failure, in seconds of `time.monotonic()`.
-        code: exit code; negative: number of a signal.
+        code: exit code; -N: ended by signal N.
         text: report.
         secondary: whether the rank failed only because another rank was lost.
         rank: global rank; None for the loss of a host.

@@ -61,7 +61,7 @@ def expand(name: str, where: str) -> list[str]:
         where: origin of the name, for the error message.
 
     Raises:
-        LaunchError: a range is malformed, or there are too many hosts.
+        LaunchError: a range or a name is malformed, or there are more than `MOST_HOSTS` hosts.
     """
     names = [""]
     position = 0
@@ -87,7 +87,7 @@ def read_hostfile(path: str | Path) -> Hosts:
         Slots 0 to N - 1 of each host, in the order of the file.
 
     Raises:
-        LaunchError: a line has another form, a host is named twice, or there is none.
+        LaunchError: a line has another form, a host is named twice, or the file names no host.
         OSError: the file cannot be read.
     """
     hosts: Hosts = {}
@@ -120,15 +120,15 @@ def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
 
 
 def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
-    """Return the hosts of `pool` that are in `include`, or that are not in `exclude`.
+    """Return the slots of `pool` that are in `include`, or that are not in `exclude`, by host, without empty hosts.
 
     Args:
         pool: all hosts and slots.
-        include: such as `host1@host2:0,2-3`: host1 with all its slots, and three slots of host2; "": all.
-        exclude: the same form; "": none.
+        include: such as `host1@host2:0,2-3`: all slots of host1, and slots 0, 2 and 3 of host2; "": all.
+        exclude: the same form; "": no slot.
 
     Raises:
-        LaunchError: both are given, a host or slot is not in the pool, or nothing is left.
+        LaunchError: both are given, a host or slot is malformed or not in the pool, or nothing is left.
     """
     if include and exclude:
         raise LaunchError(f"--include {include!r} and --exclude {exclude!r} exclude each other; give one of them")
@@ -145,18 +145,12 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Hosts:
-    """Select hosts and slots as `select` does, given the number of slots of each host.
+    """Select hosts and slots; result and errors as of `select`.
 
     Args:
         resource_pool: number of slots by host, as from `fetch_hostfile`.
         inclusion: argument `include` of `select`.
         exclusion: argument `exclude` of `select`.
-
-    Returns:
-        Indices of the selected slots, by host.
-
-    Raises:
-        LaunchError: as in `select`.
     """
     return select({host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion)
 
@@ -240,7 +234,7 @@ class Pool:
         hosts: hosts with their slots.
         source: description of the source, for messages.
         launcher: default of --launcher for these hosts.
-        own: index of this host if the command runs on every host; None if it runs on one host for all.
+        own: index of this host if the command runs on every host; None if it runs on one host only.
         address: address of rank 0; "": the launcher chooses it.
     """
 
@@ -256,11 +250,11 @@ class Pool:
 
         Args:
             env: environment variables.
-            slots: slots per host, if SM_NUM_GPUS is not set.
+            slots: slots per host, unless SM_NUM_GPUS is a positive number.
             root: folder with opt/ml.
 
         Raises:
-            LaunchError: variables and resource file contradict each other.
+            LaunchError: variables and resource file contradict each other, or the current host is not in the list.
         """
         named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
         current = env.get("SM_CURRENT_HOST", "")
@@ -308,11 +302,11 @@ class Pool:
 
         Args:
             env: environment variables.
-            slots: slots per node, if SLURM_GPUS_ON_NODE is not set.
+            slots: slots per node, unless SLURM_GPUS_ON_NODE is a positive number.
             root: no effect.
 
         Raises:
-            LaunchError: the step has several tasks per node.
+            LaunchError: a step with several tasks does not have one per node, or a node list is malformed.
         """
         nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         if not nodes:
@@ -347,11 +341,12 @@ class Pool:
 
 
 def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:
-    """Return the hosts of the hostfile or, if it does not exist, of the current scheduler, or this machine.
+    """Return the hosts of the hostfile, else of a scheduler with several hosts or an MPI operator, else this machine.
 
     Args:
         hostfile: path of the hostfile.
-        num_gpus: slots per host if the scheduler has no number; not positive: the number of devices, at least one.
+        num_gpus: slots per host of Kubeflow, of SageMaker or SLURM without a number of their own, and of PBS or this
+            machine without devices; not positive: the number of devices, at least one.
         environment: environment variables.
         root: folder with opt and etc.
 
@@ -390,8 +385,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the devices that a CUDA program would see, in this order; empty without accelerator.
 
-    `CUDA_VISIBLE_DEVICES` may contain indices, UUIDs and MIG names; as in CUDA, an invalid index hides itself and all
-    later entries. `DS_ACCELERATOR=cpu` hides every device.
+    `CUDA_VISIBLE_DEVICES` may contain indices, UUIDs and MIG names; as in CUDA, an invalid index or an empty entry
+    hides itself and all later entries. `DS_ACCELERATOR=cpu` hides every device.
     """
     count = 0 if environment.get("DS_ACCELERATOR") == "cpu" else _installed()
     if count == 0 or VISIBLE not in environment:
@@ -414,7 +409,7 @@ def _installed() -> int:
 
 
 def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with the chosen devices, as a dict; empty without accelerator.
+    """Return CUDA_VISIBLE_DEVICES with the chosen devices, as a dict; empty if no device is visible.
 
     Args:
         slots: indices into `visible_devices`.

@@ -106,7 +106,7 @@ def names_a_secret(name: str) -> bool:
 
 
 def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
-    """Write the digests of secret variables to a file in a log folder; errors such as a full disk are ignored."""
+    """Write digests of secret variables (6 characters or more) to a new file in a log folder; ignore file errors."""
     values = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
     if not values:
         return

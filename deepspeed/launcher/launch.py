@@ -26,8 +26,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: command line without the program's name; None: `sys.argv`.
 
     Returns:
-        Exit code: 0; that of the rank that failed first on any node; 2 if the job could not start, which is printed; 1
-        if the launcher's own process was killed.
+        Exit code of the whole job, as of `runner.main`.
 
     Raises:
         LaunchError: --node_rank is out of range, or the options are invalid; before anything starts.

@@ -58,7 +58,7 @@ def make(name: str, settings: StarterSettings) -> Starter:
     """Return the starter `name`: ssh, pdsh, openmpi, mpich, impi, mvapich or slurm.
 
     Raises:
-        LaunchError: the name is unknown, or the program is not installed.
+        LaunchError: the name is unknown, or it is `ssh`, which is not installed.
     """
     known = {"ssh": Ssh, **{kind: FanoutStarter for kind in FanoutStarter.PLANS}}
     if name.lower() not in known:
@@ -104,7 +104,7 @@ class ForkStarter:
 
 
 def agent_arguments(*arguments: str) -> list[str]:
-    """Return the command line of an agent, which no starter changes; LaunchError if Python's path has a newline."""
+    """Return an agent's command line with `arguments`; LaunchError if Python's path has a line break or zero byte."""
     if any(char in sys.executable for char in "\n\r\0"):
         raise LaunchError(f"the path of Python, {sys.executable!r}, cannot be part of a command on other hosts")
     return [sys.executable, "-c", agent.SCRIPT, *arguments]
@@ -302,10 +302,8 @@ class FanoutStarter:
     def _mpi(programs: Sequence[str], *says: str) -> str:
         """Return the first of `programs` with one of the texts `says` in the output of `--version`.
 
-        Programs named mpirun may belong to any MPI.
-
         Raises:
-            LaunchError: there is none.
+            LaunchError: there is no such program.
         """
         seen: list[str] = []
         for program in programs:
@@ -350,7 +348,10 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a new session, so it gets no signals of the terminal; it ends when this process ends."""
+    """Start a program in a new session, so it gets no signals of the terminal; on Linux, it ends with this process.
+
+    `variables`: its environment; None: that of this process.
+    """
 
     def prepare() -> None:
         if _prctl is not None:

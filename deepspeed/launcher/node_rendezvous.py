@@ -35,7 +35,7 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
         front: channel to the foreground process of this host, which shows the output of its ranks.
 
     Returns:
-        Exit code of the whole job; 2 if it could not be started.
+        Exit code of the whole job; 1 if the connection to host 0 was lost; 2 if the job could not be started.
     """
     if not 0 <= own < len(job.slots):
         names = ", ".join(job.slots)
@@ -149,7 +149,7 @@ class NodeRendezvous:
 def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
     """Connect to host 0 and run as its agent; the output of this host's ranks is shown here.
 
-    Returns the exit code. LaunchError if host 0 does not answer in `ARRIVE_SECONDS`.
+    Returns the exit code. Raises LaunchError if host 0 does not answer in `ARRIVE_SECONDS`.
     """
     place = (job.address, control_port(job))
     end = time.monotonic() + ARRIVE_SECONDS

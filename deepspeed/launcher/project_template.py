@@ -178,7 +178,7 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `ds_new`.
+    """Run `ds_new`: write the script and its configuration to a folder.
 
     Args:
         args: command line without the program's name; None: `sys.argv`.

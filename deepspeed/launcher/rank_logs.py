@@ -92,7 +92,7 @@ def terminal_size(descriptor: int) -> Size | None:
 
 
 def open_channel(terminal: Size | None) -> tuple[int, int]:
-    """Return connected descriptors (reader, writer) for a rank's output.
+    """Return connected descriptors (non-blocking reader, writer) for a rank's output.
 
     The writer is a pseudo-terminal of the size `terminal`, because progress bars adapt to terminals; None: a pipe.
     """
@@ -162,7 +162,7 @@ class Stream:
         self._unfinished = b""
 
     def pump(self) -> bool:
-        """Read and process the available bytes; return False at the end of the output."""
+        """Read and process available bytes, at most `READ_BYTES`; return False at the end of the output, else True."""
         for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)

@@ -107,7 +107,7 @@ class Rank:
         return True
 
     def close(self) -> None:
-        """Read the remaining output and close the streams."""
+        """Read the remaining output, at most `READ_BYTES` per stream, and close the streams and the log."""
         for stream in self.streams:
             stream.close()
         if self._log is not None:
@@ -115,7 +115,7 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """Time of the failure: that of the last traceback, because the end of the process may be much later."""
+        """Time of the failure (`time.monotonic()`): that of the fatal traceback, else of the end of the process."""
         return self._fatal_traceback_at or self.ended_at
 
     def last_words(self) -> str:
@@ -153,7 +153,7 @@ class Rank:
 
 
 def close_all_but(*descriptors: int) -> None:
-    """Close all descriptors of this process except `descriptors` and 0, 1 and 2."""
+    """Close the descriptors of this process (without /proc, those below 1024) except `descriptors`, 0, 1 and 2."""
     listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
     for descriptor in map(int, listed):
         if descriptor > 2 and descriptor not in descriptors:

@@ -50,7 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: command line without the program's name; None: `sys.argv`.
 
     Returns:
-        Exit code: 0, that of the rank that failed first, or 2 if no rank was started.
+        Exit code: 0; that of the rank that failed first (128 + N for signal N); 1 if a host was lost or the launcher's
+        process was killed; 2 if the job could not be started, which is printed.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
@@ -70,14 +71,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
-    """Run the job of parsed options.
+    """Run the job of parsed options; return the exit code, as `main` does.
 
     Args:
         options: result of `arguments.parse`.
-        known: hosts with their slots; None: hostfile or scheduler determine them.
-
-    Returns:
-        Exit code of the job.
+        known: hosts with their slots; None: those of the hostfile, the scheduler or this machine.
 
     Raises:
         LaunchError: the options, the hostfile or the machine do not allow the job.
@@ -139,7 +137,7 @@ def choose_hosts(options: argparse.Namespace) -> Hosts:
     """Return the hosts and slots that the options select from hostfile, scheduler or this machine.
 
     Raises:
-        LaunchError: the options or the hostfile do not fit the hosts.
+        LaunchError: the options do not fit the hosts, or the hostfile or the scheduler's data are wrong.
     """
     return _narrow(options, _pool(options))
 

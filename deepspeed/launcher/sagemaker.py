@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
         root: the platform's folder.
 
     Returns:
-        Exit code of `runner.main`; a failure is also written to the file output/failure in `root`.
+        Exit code of `runner.main`; if it is not 0 or 85 (saved), the reason is written to output/failure in `root`.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     arguments = arguments[:-1] if arguments[-1:] == ["train"] else arguments

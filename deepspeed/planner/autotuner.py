@@ -95,7 +95,7 @@ class Autotuner:
         return machine
 
     def _judged(self, machine: Machine) -> list[Judged]:
-        """Predict plans by a simulated run of the script; if it fails, return some near the user's micro-batch."""
+        """Predict plans by a simulated run; if it fails, list some to try. ArgumentError if the JSON allows no plan."""
         plans = [plan for plan in legal_plans(self._batch, machine) if self._wanted(plan)]
         if not plans:
             raise ArgumentError(

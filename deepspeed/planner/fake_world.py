@@ -38,7 +38,7 @@ def simulated_world(rank: int, size: int, expert_load: float = 1.0, **world: Any
 
 @contextlib.contextmanager
 def without_values(expert_load: float = 1.0) -> Generator[None]:
-    """Let engines run on tensors without values, and without other pipeline stages, inside the context."""
+    """Let engines run without values and other pipeline stages in the context; `expert_load`: see `predict_memory`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tensor_file.disks.replaced(SimulatedDisk))
         stack.enter_context(executor.other_stages.replaced(AbsentStages))

@@ -1,4 +1,4 @@
-"""Benchmark of this machine: compute, memory, message and disk rates while all ranks run, in less than a minute.
+"""Benchmark of this machine: compute, memory, message and disk rates while all ranks run.
 
 Ranks synchronize before each measurement, so that all of them run the same operation at the same time.
 """
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 def measured_together(ranks: int) -> Figures:
-    """Run `measure` in `ranks` processes at once; returns each rate of the slowest process, or {} after an error."""
+    """Run `measure` in `ranks` processes at once; returns the lowest of each rate, or {} after an error."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         command = [sys.executable, "-m", "deepspeed.planner.machine_benchmark", folder]
         environment = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}

@@ -36,15 +36,15 @@ class MemoryCount:
     """Bytes of live tensors of one rank.
 
     Args:
-        peak: maximum during updates; in predictions, for ranks that run in lockstep.
+        peak: maximum during updates; in results of `predict_memory`, for ranks that run in lockstep.
         at_peak: bytes at the peak by category (see `engine.memory_by_category`).
-        at_rest: bytes between two updates.
+        at_rest: bytes by category after an update.
         birth: maximum until the engine is created.
         disk: bytes of offloaded state on disk.
         parameters: elements of the model, over all ranks.
         held: elements of this rank's model slice, before ZeRO shards them.
         most: peak if other ranks lag as far behind as the engine allows, with more gradients in transit.
-        host: part of `at_peak` in host memory if there is a device: offloaded state and buffers.
+        host: part of `at_peak` in host memory, by category, if there is a device: offloaded state and buffers.
         measured: whether the figures are measured; else predicted.
         experts: elements of the model that are divided among the ranks of expert parallelism, over all ranks.
     """
@@ -92,7 +92,7 @@ def predict_memory(
     updates: int = 3,
     expert_load: float = 1.0,
 ) -> MemoryCount:
-    """Predict the memory of a CPU rank by running the engine on tensors without values; takes seconds for any model.
+    """Predict the memory of a CPU rank by running the engine on tensors without values.
 
     Args:
         model: a module, which is copied, or a callable that creates one; its module is created without memory.
@@ -141,12 +141,12 @@ def simulate(
         program: the program to run.
         rank: rank to simulate.
         size: number of ranks.
-        beside: creates a context around the updates, such as a clock; `Program.run` calls the context's value.
+        beside: creates a context around the updates, such as a clock; its value is `mark` of `Program.run`.
         late: whether other ranks lag as far behind as the engine allows.
         device: whether the rank has a device with its own memory; its messages then need buffers, while CPU ranks
             read each other's memory.
         per_host: ranks per host, for reductions that start within hosts; 0: `LOCAL_WORLD_SIZE`, or all.
-        stage_outputs: outputs of pipeline parts from runs of other stages; the run adds its own.
+        stage_outputs: outputs by pipeline part, from runs of other stages; the run adds its own to this dict.
 
     Raises:
         UnheardError: pipeline stages wait for each other's messages.
@@ -189,7 +189,7 @@ def measure_memory(
 ) -> MemoryCount:
     """Measure this rank's memory in a real run. All ranks must call this.
 
-    Arguments and errors as in `predict_memory`.
+    Arguments as in `predict_memory`, and errors about these.
     """
     return replace(_counted(Program(model, config, batch, loss, optimizer, updates)), measured=True)
 
@@ -238,7 +238,7 @@ def _young_objects() -> Iterator[None]:
 
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each category that are in host memory if there is a device."""
+    """Return the part of `at_peak` that is in host memory if there is a device, by category."""
     parts, totals = engine._components, Counter[str]()
     totals[POOLS] = at_peak.get(POOLS, 0)
     if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):

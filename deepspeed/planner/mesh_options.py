@@ -93,7 +93,7 @@ class MeshShape:
 
 
 def shapes(machine: Machine, experts: bool = False) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
-    """Yield meshes with one axis besides data parallelism, or with divided `experts`, and the ZeRO stages to try."""
+    """Yield (mesh with one axis besides data parallelism, ZeRO stages to try); `experts`: also expert parallelism."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0][:_SIZES]  # the smallest
     for size in sizes:
         shape = MeshShape(tensor=size)

@@ -87,18 +87,18 @@ class TrainingPlan:
 
     @property
     def name(self) -> str:
-        """Return the plan's name in results."""
+        """Return the plan's name, such as `z3_gas2_tmbspg4_opt-cpu_recompute`."""
         tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
 
     def holds_less_than(self, other: TrainingPlan) -> bool:
-        """Return whether the plan differs from `other` only by a smaller micro-batch."""
+        """Return whether the plan equals `other` except for a smaller micro-batch and the number of steps."""
         return self.micro < other.micro and replace(self, micro=other.micro, steps=other.steps) == other
 
     @property
     def samples(self) -> float:
-        """Return the samples of an update per rank; ranks that process the same samples share them."""
+        """Return the samples of an update of all ranks, divided by the number of ranks."""
         return self.micro * self.steps / self.shape.width
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class TrainingPlan:
 
         Args:
             base: the user's configuration, as dict, path or base64; it does not change.
-            folder: folder for offload to disk; unused by plans without it.
+            folder: folder for offload to disk; unused by other plans.
         """
         config = copy.deepcopy(load_raw(base))
         config.pop("train_batch_size", None)
@@ -141,10 +141,10 @@ class Judged:
         time: time of an update; None: not predicted.
         fits: whether the memory suffices even if other ranks lag as far behind as the engine allows.
         perhaps: if `fits` is False, whether the memory suffices for ranks that run in lockstep; a trial decides.
-        reason: reason why the plan was dropped or its trial failed; "" otherwise.
-        flops: floating-point operations of an update on one rank, including recomputation.
+        reason: reason why the plan does not fit or was not predicted, or its trial failed; "" otherwise.
+        flops: floating-point operations of an update on the busiest rank, including recomputation.
         trial: result of a short run; None if there was none.
-        least: bytes of device memory for ranks that run in lockstep.
+        least: peak bytes of a rank (see `device_bytes`) if ranks run in lockstep.
     """
 
     plan: TrainingPlan
@@ -159,7 +159,7 @@ class Judged:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of an update; infinite if unknown."""
+        """Return the predicted seconds of an update; infinite if not predicted."""
         return float("inf") if self.time is None else self.time.total
 
     @property
@@ -168,7 +168,7 @@ class Judged:
         return not self.fits, not self.perhaps, self.seconds, self.plan.micro
 
     def after_trials(self, too_large: list[TrainingPlan]) -> Judged:
-        """Return the plan with `fits` corrected by its trial, or by `too_large`, the plans that ran out of memory."""
+        """Return the plan with `fits` corrected by its trial or by `too_large`, plans that ran out of memory."""
         if self.trial is not None:
             return replace(self, fits=not self.trial.out_of_memory and (self.fits or self.trial.seconds is not None))
         if self.fits and any(plan.holds_less_than(self.plan) for plan in too_large):
@@ -208,7 +208,7 @@ class Task:
     expert_load: float = 1.0
 
     def has_experts(self) -> bool:
-        """Return whether the model has experts that ranks may divide; it is built without values."""
+        """Build the model without values; return whether it has experts to divide, False if it cannot be built."""
         try:
             with without_values(), Valueless():
                 return any(find_experts(Program(self.model, self.config, None).made_model()))
@@ -217,9 +217,9 @@ class Task:
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Return every data-parallel plan for a global batch of `train_batch` samples, roughly by decreasing memory.
+    """Return data-parallel plans for a global batch of `train_batch` samples, roughly by decreasing memory.
 
-    Micro-batches have at most `most_micro` samples.
+    Micro-batches have at most `most_micro` samples. Plans whose sharding or offload would change nothing are left out.
 
     Raises:
         ArgumentError: the ranks cannot divide the batch.
@@ -246,11 +246,10 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
 
 
 def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024, experts: bool = False) -> list[TrainingPlan]:
-    """Return plans with one more axis besides data parallelism, or with divided `experts`, for a global batch of
-    `train_batch` samples.
+    """Return plans with one more mesh axis for a global batch of `train_batch` samples; arguments as in `legal_plans`.
 
-    They have a few sizes of each axis and no offload, since each plan needs a simulated run. Micro-batches have at most
-    `most_micro` samples.
+    The plans have a few sizes of each axis and no offload, since each needs a simulated run. With `experts`, there are
+    also plans that divide the experts of the model among ranks.
     """
     plans = []
     for shape, stages in shapes(machine, experts):
@@ -269,10 +268,10 @@ class SimulatedRun:
 
     Args:
         memory: memory if other ranks lag as far behind as the engine allows.
-        least: memory if ranks run in lockstep; equal to `memory` if that fits.
+        least: memory if ranks run in lockstep; equal to `memory` if that fits or does not depend on other ranks.
         recording: recording of the updates.
-        steps: micro-batches per update.
-        config: the plan's configuration.
+        steps: micro-batches of a simulated update.
+        config: the plan's configuration, with `steps` micro-batches.
         others: runs of the other pipeline stages.
         crossing: bytes of the largest message between stages.
     """
@@ -371,7 +370,7 @@ def device_bytes(memory: MemoryCount, machine: Machine) -> int:
 
 
 def _too_large(memory: MemoryCount, machine: Machine) -> str:
-    """Return the reason why the device or the host has too little memory, with the largest category; "" if none."""
+    """Return why the memory of the device or host is too small, with the largest category; "" if it suffices."""
     near, far = device_bytes(memory, machine), memory.on_host if machine.link else 0
     parts = {name: count - memory.host.get(name, 0) * bool(machine.link) for name, count in memory.at_peak.items()}
     if near > machine.memory:
@@ -433,7 +432,7 @@ def search(
         seconds: time limit; at least one plan is predicted.
         report: called with each plan right after its prediction.
         allowed: returns whether a plan may be tried.
-        axes: whether to try one more axis besides data parallelism; ignored if the configuration sets one.
+        axes: whether to try plans of `mesh_plans` too; ignored if the configuration sets an axis or is invalid.
 
     Returns:
         plans that fit, fastest first; plans that may fit; plans that do not fit or were not predicted.
@@ -478,7 +477,7 @@ def search(
 
 def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
     """Return the reason to skip a plan with another mesh axis: a plan with a larger micro-batch or without recompute
-    fits. For pipelines, several such plans must fit, since smaller micro-batches reduce the waiting between stages."""
+    fits; "" for none. Of pipelines with equal recompute, `_LARGEST` must fit: small micro-batches reduce waiting."""
     if plan.shape == DATA_PARALLEL:
         return ""
     larger = []
@@ -493,7 +492,7 @@ def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
 
 
 def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
-    """Return whether smaller buckets may make a plan fit: gradients are reduced during backward, and state fits."""
+    """Return whether `narrow` may fit if `usual` does not: gradients are reduced during backward, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
@@ -530,7 +529,7 @@ class Answer:
         return self.best is not None and self.best.trial is not None and not self.best.trial.reason
 
     def best_time(self) -> str:
-        """Format the time of the best plan, measured or predicted."""
+        """Format the time of the best plan, measured or predicted; "nothing" if no plan fits."""
         best = self.best
         if best is None:
             return "nothing"
@@ -578,7 +577,7 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
 
     Args:
         judged: the plans.
-        most: maximum number of lines.
+        most: maximum number of plans.
         machine: the plans' machine: samples per second are those of all its ranks; with a device, memory is device +
             host memory. None: samples per second of one rank.
     """

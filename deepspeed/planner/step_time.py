@@ -179,7 +179,7 @@ def enough(schedule: PipelineSchedule) -> int:
 
 
 def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float]:
-    """Return the seconds of each phase of a stage, such as one forward (`F0` of chunk 0) or one backward (`B0`).
+    """Return the mean seconds of each phase of a stage, such as one forward (`F0` of chunk 0) or one backward (`B0`).
 
     The phases are marked in the recording; messages do not count.
     """
@@ -201,7 +201,7 @@ def window_time(
     Args:
         schedule: schedule of the micro-batches.
         phases: results of `seconds_of_phases` for each stage.
-        rests: each stage's time after its last micro-batch (`compute` is ignored).
+        rests: results of `step_time` for each stage; `compute` is ignored.
         way: seconds of a message between stages.
         shared: seconds to sum the gradients of parameters that several stages share.
     """

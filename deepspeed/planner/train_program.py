@@ -39,7 +39,7 @@ class Program:
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: as in `deepspeed.initialize`: a callable that creates one from parameters, or None for the JSON's.
         updates: number of updates.
-        expert_load: of a simulated rank, see `moe/simulated.py`.
+        expert_load: as in `predict_memory`; used by predictions only.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -51,7 +51,7 @@ class Program:
     expert_load: float = 1.0
 
     def made_model(self) -> nn.Module:
-        """Create a model for the run.
+        """Return a copy of the module `model`, or a new module from the callable `model`.
 
         Raises:
             ArgumentError: the callable returned no module.
@@ -64,7 +64,7 @@ class Program:
         return model
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration without keys that have effects outside of the process."""
+        """Return the configuration without keys that act outside of the process or only observe a run (`OUTSIDE`)."""
         return {key: value for key, value in load_raw(self.config).items() if key not in OUTSIDE}
 
     def loss_of(self, engine: Any) -> torch.Tensor:
@@ -93,11 +93,11 @@ class Program:
         return loss if loss.dim() == 0 else loss.float().mean()
 
     def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
-        """Run the updates.
+        """Run `updates` updates with the same micro-batch.
 
         Args:
             engine: engine of the model.
-            after: called after each engine call that can allocate memory.
+            after: called after each backward and each step; in a pipeline, before and after each `STEP`.
             mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
                 backward (`B0`), and each `STEP`. None: not called.
 
@@ -123,7 +123,7 @@ class Program:
     def _run_windows(
         self, engine: PipelineEngine, after: Callable[[], None], mark: Callable[[str], None] | None
     ) -> None:
-        """Run the updates of a pipeline, with the model's own loss."""
+        """Run the updates of a pipeline, with the model's own loss; NotAvailableError if `loss` is set."""
         if self.loss is not None:
             raise NotAvailableError("stages of a pipeline take the model's own loss: leave `loss` out")
 

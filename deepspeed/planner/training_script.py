@@ -119,7 +119,7 @@ class Script:
         """Return the global batch and the micro-batch (0: unknown), from the JSON `base` or the script's `flags`.
 
         Raises:
-            ArgumentError: neither has the global batch.
+            ArgumentError: neither has the global batch or the micro-batch.
         """
         train, micro, steps = (self._number(base, flags, key) for key in (_TRAIN, _MICRO, _STEPS))
         if not train and micro:

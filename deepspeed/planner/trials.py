@@ -34,7 +34,7 @@ class TrialLimits:
         seconds: time from start to results.
         memory: maximum bytes of one rank's processes, including the interpreter; shared pages count proportionally.
             0: no limit.
-        exact: count shared pages proportionally at every poll, not only near the limit; this slows the ranks.
+        exact: count shared pages proportionally at every poll, not only above the limit; this slows the ranks.
     """
 
     seconds: float = 120.0
@@ -161,7 +161,7 @@ class _Watched:
 
     Attributes:
         held: peak bytes observed on each rank.
-        over_memory, timed_out: whether that limit ended the trial.
+        over_memory, timed_out: whether the limit of memory or time ended the trial.
     """
 
     def __init__(self, process: TrialProcess) -> None:
@@ -242,7 +242,7 @@ class _Watched:
         return total
 
     def _rank(self, session: int) -> int | None:
-        """Return the rank whose processes form a session, from its environment or name; None if there is none yet."""
+        """Return the rank of a session, from its first process's environment or name (`RANK=N`); None: unknown yet."""
         if session not in self._ranks:
             rank = None
             with suppress(OSError, ValueError):

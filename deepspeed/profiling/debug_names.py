@@ -67,27 +67,27 @@ def debug_param2name(param: torch.Tensor) -> str:
 
 
 def debug_param2name_id(param: torch.Tensor) -> str:
-    """Return a parameter's name and id."""
+    """Return a parameter's name and `ds_id`."""
     return f"name={debug_param2name(param)} id={ds_id(param)}"
 
 
 def debug_param2name_id_shape(param: torch.Tensor) -> str:
-    """Return a parameter's name, id and original shape."""
+    """Return a parameter's name, `ds_id` and shape before sharding."""
     return f"{debug_param2name_id(param)} shape={ds_shape(param)}"
 
 
 def debug_param2name_id_shape_device(param: torch.Tensor) -> str:
-    """Return a parameter's name, id, original shape and device."""
+    """Return a parameter's name, `ds_id`, shape before sharding, and device."""
     return f"{debug_param2name_id_shape(param)} device={param.device}"
 
 
 def debug_param2name_id_numel(param: torch.Tensor) -> str:
-    """Return a parameter's name, id and original number of elements."""
+    """Return a parameter's name, `ds_id` and number of elements before sharding."""
     return f"{debug_param2name_id(param)} numel={ds_shape(param).numel()}"
 
 
 def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
-    """Return a parameter's name, id, original shape, and whether its values are gathered (always if not sharded)."""
+    """Return a parameter's name, `ds_id`, shape before sharding, and `ds_status` (AVAILABLE without ZeRO)."""
     status = getattr(param, "ds_status", ZeroParamStatus.AVAILABLE)
     return f"{debug_param2name_id_shape(param)} status={status}"
 

@@ -24,7 +24,7 @@ class LiveMemory(DispatchMode):
     """Context that counts the bytes of live tensors.
 
     Args:
-        category: returns the category of a storage, given the Python frame that uses it first.
+        category: returns the category of a storage, given the innermost Python frame of its first use.
         foreign: returns whether a storage is another process's memory, which is not counted here.
 
     Attributes:

@@ -104,7 +104,7 @@ class Attribution:
         return f"{above}.<{names[0].replace('.', '/')}>"  # a module from elsewhere that is called here
 
     def _of_node(self) -> str | None:
-        """Return the module whose forward created the current graph node; None if it is not counted."""
+        """Return the module whose forward created the current graph node; None for an ignored module."""
         node = _core._current_autograd_node()
         if node is None:
             return OUTSIDE

@@ -34,7 +34,7 @@ class Finding(NamedTuple):
             update the parameter.
         operation: name of the operator; "" for inputs, updates and gradients from the loss.
         statistics: text of `describe` for the tensor with the value.
-        inputs: inputs of the operation, for a dump.
+        inputs: inputs of the operation, for a dump; without an operation, the tensor with the value.
     """
 
     direction: str
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 
 def kinds_in(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
-    """Return whether a tensor has (NaN, infinity, minus infinity)."""
+    """Return whether a tensor has (NaN, plus infinity, minus infinity); a complex one: (NaN, any infinity, False)."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.device.type == "meta":
         return False, False, False
     if bool(torch.isfinite(tensor).all()):

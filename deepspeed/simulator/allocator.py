@@ -1,6 +1,6 @@
 """Simulation of torch's caching allocator for a run's allocations: reserved memory and fragmentation.
 
-[Note: the rule] Sizes are rounded up to 512 bytes. Blocks up to 1 MiB are cut from segments of 2 MiB, blocks up to 10
+[Note: the rule] Sizes are rounded up to 512 bytes. Blocks up to 1 MiB are cut from segments of 2 MiB, blocks below 10
 MiB from segments of 20 MiB; larger blocks get a segment of their own size, rounded up to 2 MiB. A request takes the
 smallest sufficient free block of its stream and kind, and splits off the remainder if that is large enough. Adjacent
 free blocks are merged. A block used by another stream (`record_stream`) is free once that stream has finished. Segments

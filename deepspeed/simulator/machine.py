@@ -26,7 +26,7 @@ class Machine:
         memory: bytes available to the tensors of one rank.
         matrix: floating-point operations per second of a matrix product, by dtype: pairs of side length and rate.
         bandwidth: bytes per second that operators read and write.
-        overhead: minimum seconds of an operator.
+        overhead: minimum seconds of an operator; if `shared`, added to the seconds of its work.
         collective: bytes per second that one rank receives in a gather or a reduction inside a host.
         disk: bytes per second and rank, mixed reads and writes; 0: no disk.
         folder: folder on that disk.
@@ -86,7 +86,7 @@ class Machine:
         return nbytes / rate if rate else 0.0
 
     def kernel(self, name: str, flops: float, nbytes: float, dtype: str) -> float:
-        """Return the seconds of an operator: the longer one of arithmetic and memory traffic (roofline).
+        """Return the seconds of an operator: the longer of arithmetic and memory traffic (roofline), with `overhead`.
 
         Args:
             name: name of the operator.
@@ -103,7 +103,7 @@ class Machine:
         return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
-        """Return the seconds of a message or collective: (time on the link, latency).
+        """Return the seconds of a message or collective: (time on the link, latency); zeros for less than two ranks.
 
         In a ring, each byte passes each rank once, so the ranks of a host share the traffic from other hosts. In an
         all-to-all, each rank receives its own bytes from all ranks.

@@ -132,7 +132,7 @@ class _Link:
         self._taken: list[tuple[float, float]] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """Reserve a transfer that is ready at a time; returns its start time."""
+        """Reserve the first gap of `seconds` from the time `ready` on; returns its start time."""
         index = bisect.bisect_left(self._taken, (ready, ready))
         if index and self._taken[index - 1][1] > ready:
             ready = self._taken[index - 1][1]
@@ -224,7 +224,7 @@ def replay(recording: Recording, machine: Machine, host_time: float | None = Non
     Args:
         recording: one rank's step; all ranks are assumed to do the same at the same time.
         machine: the machine.
-        host_time: host seconds per launch; None: that of the recording, or else of the machine.
+        host_time: host seconds per launch; None or 0: that of the recording, or else of the machine.
     """
     return _Replay(recording, machine, host_time or recording.host_time or machine.launch).run()
 
@@ -234,7 +234,7 @@ def repeated(recording: Recording, times: int) -> Recording:
 
     Args:
         recording: recording of one micro-batch, with marks `forward`, `backward`, `step`; without `step`, or if `times`
-            is 1, it is returned as it is.
+            is at most 1, the same object is returned.
         times: number of micro-batches.
     """
     first = next((index for index, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
@@ -303,7 +303,7 @@ def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -
 
 
 def _stretches(pieces: Sequence[TimedOp], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
-    """Return the intervals of a track by kind, without invisibly small gaps."""
+    """Return the intervals of a track by kind, merged over gaps of up to `gap` seconds."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for kind in _COLORS:
         intervals = [(p.begin, p.end + gap) for p in pieces if p.track == track and p.kind == kind]

@@ -31,11 +31,11 @@ class HostEvent:
         name: the operator, the collective, `to_host` or `to_device`, `read` or `write`, or the name of the mark.
         stream: stream of the launch; of a disk: 0.
         flops: floating-point operations of matrix products and attention.
-        nbytes: bytes read and written by a kernel or the host; for a message, bytes of the whole tensor.
-        dtype: dtype of the arithmetic: `bf16`, `fp16`, `fp32`.
+        nbytes: bytes read and written; of a copy, bytes copied; of a message, bytes of the whole tensor.
+        dtype: dtype of a kernel's arithmetic: `bf16`, `fp16`, `fp32`, `fp64`; "": none of these.
         group: for a message, its ranks.
         lane: for a message, its communicator, within which messages keep their order.
-        after: for an order or a wait, the index of the entry that it waits for.
+        after: for an order or a wait, the index of the entry to wait for; `NOTHING`: none.
         where: name of the last mark before it.
     """
 

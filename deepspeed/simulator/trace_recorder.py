@@ -139,16 +139,16 @@ class StepRecorder(DispatchMode):
         return 0
 
     def behind(self, stream: int | None = None) -> int:
-        """Return the index of the last entry of a stream (None: the current one), or NOTHING."""
+        """Return the index of the last kernel, copy or order of a stream (None: the current one), or NOTHING."""
         return self._last.get(self.current() if stream is None else stream, NOTHING)
 
     def order(self, after: int, stream: int | None = None) -> None:
-        """Record that a stream (None: the current one) waits for the entry with the index `after`."""
+        """Record that a stream (None: the current one) waits for the entry with index `after`, unless NOTHING."""
         if after != NOTHING:
             self.add(HostEvent(ORDER, "order", self.current() if stream is None else stream, after=after))
 
     def wait(self, after: int) -> None:
-        """Record that the host waits for the entry with the index `after`."""
+        """Record that the host waits for the entry with index `after`, unless NOTHING."""
         if after != NOTHING:
             self.add(HostEvent(WAIT, "wait", after=after))
 
@@ -247,7 +247,7 @@ def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference
 
 
 def _traffic(tensors: list[torch.Tensor]) -> float:
-    """Return the bytes of tensors, without repetition: broadcast dims count once, a storage at most its size."""
+    """Return the bytes of tensors: equal views and broadcast dims count once, a view at most its storage's size."""
     bytes_by_view: dict[tuple[int, int, int], float] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:

@@ -117,7 +117,7 @@ class Counter(Attribution):
         return sums
 
     def time_of(self, name: str) -> float:
-        """Return the forward seconds of the module `name`; for a container that is not called, of its children."""
+        """Return the forward seconds of the module `name`; for a container that is not called, of its descendants."""
         if name in self.seconds:
             return self.seconds[name]
         below = f"{name}." if name else ""
@@ -136,7 +136,7 @@ class ModuleProfile:
     """Measurements of one module including its descendants.
 
     Attributes:
-        params: distinct parameters, with original sizes if they are sharded.
+        params: elements of distinct parameters before sharding.
         forward: floating-point operations of forward.
         backward: floating-point operations of backward, without recomputation.
         again: recomputed forward operations in backward: checkpoints, and the scores of fused attention.
@@ -177,7 +177,7 @@ class FlopsProfiler:
         self._timed: Counter | None = None
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Start counting operations of forward and backward.
+        """Start counting operations of forward and backward; earlier results are deleted.
 
         Args:
             ignore_list: types of modules; operations inside of them are not counted. None: all are counted.
@@ -223,7 +223,7 @@ class FlopsProfiler:
         self._counted = self._timed = None
 
     def _profile(self, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None) -> None:
-        """Count one call and time another, in eval mode; afterwards each module's mode is restored."""
+        """After `warm_up` calls, count one call and time another, in eval mode; then restore each module's mode."""
         was_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -299,7 +299,7 @@ class FlopsProfiler:
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return the number of distinct parameters before sharding, or text with `as_string`."""
+        """Return the elements of distinct parameters before sharding, or text with `as_string`."""
         params = sum(p.numel() for p in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -313,12 +313,12 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the summary, the largest modules of each depth, and the tree of modules with their measurements.
+        """Print the summary, the largest module classes of each depth, and the tree of modules with their measurements.
 
         Args:
             profile_step: step number for the heading.
             module_depth: maximum depth of listed modules; -1: all.
-            top_modules: number of module classes listed per depth.
+            top_modules: number of module classes listed per depth and measurement.
             detailed: include the tree of modules.
             output_file: file to append to; None: standard output.
 

@@ -22,7 +22,7 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
     Args:
         num: any number.
-        units: T, G, M, K, "", m or u; None: the largest unit that is not larger than the number.
+        units: T, G, M, K, "", m or u; None: the largest unit that is not larger than the number, else u; 0: "".
         precision: digits after the decimal point.
 
     Example:
@@ -66,7 +66,7 @@ class Report:
     Args:
         profiler: profiler after `stop_profile`.
         depth: maximum depth of listed modules; -1: all.
-        top: number of module classes listed per depth.
+        top: number of module classes listed per depth and measurement.
     """
 
     def __init__(self, profiler: Any, depth: int, top: int) -> None:
@@ -114,7 +114,7 @@ class Report:
             yield f"no formula: {name}, share of time in operators", f"{100 * share:.1f}%"
 
     def _times(self, seconds: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield the engine's measured times of the micro-batch."""
+        """Yield rows (label, text) with the engine's measured times of a micro-batch."""
         model_row, engine = self._all, self._profiler.ds_engine
         back, step = seconds.get("backward", 0.0), seconds.get("step", 0.0)
         forward, model = model_row.seconds, model_row.forward + model_row.backward
@@ -132,7 +132,7 @@ class Report:
         yield "samples/second", f"{samples / max(forward + back + step, 1e-9):.2f}"
 
     def aggregated(self) -> str:
-        """Return, per depth, the module classes with most parameters, multiply-adds and time."""
+        """Return text with the module classes of each depth with most parameters, multiply-adds and time."""
         kinds = {name: type(module).__name__ for name, module in self._profiler.model.named_modules()}
         by_depth: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
         for name, kind in kinds.items():

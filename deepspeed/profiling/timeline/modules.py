@@ -23,7 +23,7 @@ is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabl
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors of a value, with a fast path for a single tensor."""
+    """Return the tensors of a value, with a fast path for a single tensor."""
     return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
 
 
@@ -85,7 +85,7 @@ class ModuleSpans:
                     node.register_prehook(partial(self._begin, name))
 
     def _begin(self, name: str, _gradients: Any) -> None:
-        """Begin the backward of a module."""
+        """Begin the backward span of a module when the gradient of its output is computed."""
         if not recorder.on:
             return
         if not self._since:

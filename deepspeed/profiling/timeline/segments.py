@@ -154,7 +154,7 @@ class Charge(NamedTuple):
     Attributes:
         rank: the rank that joined collectives last.
         nanoseconds: waiting of all other ranks together, in all updates.
-        usual: waiting of all other ranks together in the median update, which one outlier does not change.
+        usual: nanoseconds of waiting of all other ranks together in the median update.
         category, module: the segment in which the rank exceeded the others most.
         excess: nanoseconds of that category in the median update, above the mean of the others.
     """
@@ -218,7 +218,7 @@ class Waits:
         """Return (rank position, time) of the last rank to arrive at the message of a segment; (-1, 0) if none is late.
 
         A CALL segment is a collective that all ranks enter. The message of a WAIT segment is sent at the
-        end of the other rank's call.
+        end of the other rank's call. Without such calls, or if none explains a WAIT, `_busiest` decides.
         """
         if piece.label.startswith("gather of ") and piece.category != CALL:
             return self._busiest(index, piece, whole=False)

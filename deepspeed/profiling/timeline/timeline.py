@@ -45,7 +45,7 @@ class Limit(NamedTuple):
 
 
 class Timeline:
-    """Spans of all ranks between the ends of two updates.
+    """Spans of all ranks over consecutive updates.
 
     Args:
         records: records of all ranks, on one clock.
@@ -94,7 +94,7 @@ class Timeline:
         return shares[COMMUNICATION] + shares[WAITING]
 
     def beside(self, category: str = FLIGHT) -> tuple[float, float]:
-        """Return (seconds of an update with messages or transfers pending, the part hidden behind other work).
+        """Return (seconds of an update with messages or transfers pending, the part beside other work); mean of ranks.
 
         Args:
             category: FLIGHT for messages, TRANSFER for the disk.
@@ -113,7 +113,7 @@ class Timeline:
         return total / scale, hidden / scale
 
     def received(self) -> dict[str, int]:
-        """Return the bytes that all ranks received from other ranks or disks in all updates, by label."""
+        """Return the bytes that all ranks received from ranks, or moved from and to disks, in all updates, by label."""
         bytes_by_source: dict[str, int] = defaultdict(int)
         for record in self.records:
             for span in record.spans:
@@ -128,7 +128,7 @@ class Timeline:
 
     @cached_property
     def limit(self) -> Limit:
-        """Return the bottleneck of the median update: a rank that others wait for, or the longest category."""
+        """Return the median update's bottleneck: a rank that others wait for, or the category longest on all ranks."""
         totals = [self._waits.usual(index) for index in range(len(self.records))]
         whole = sum(sum(total.values()) for total in totals) / len(totals)
         by_rank: list[dict[str, float]] = [defaultdict(float) for _ in totals]
@@ -156,7 +156,7 @@ class Timeline:
         return table(self)
 
     def chrome(self) -> dict[str, Any]:
-        """Return the trace for Perfetto and chrome://tracing: a process for each rank, a track for each stream."""
+        """Return the trace for Perfetto and chrome://tracing: a process per rank, a track per thread."""
         return trace(self)
 
     def picture(self, path: str | Path) -> None:
