@@ -95,7 +95,7 @@ class ColumnParallel(_Sliced):
 
     Attributes:
         enters: whether backward all-reduces the input gradient; False if an earlier layer of the same region does so.
-        rows: indices of this rank's outputs if the weights are replicated; None: the weights are a slice.
+        rows: indices of this rank's outputs in replicated weights; None: `weight` has only these outputs.
         sizes: numbers of outputs by rank, to all-gather the outputs; None: outputs stay split.
     """
 
@@ -192,7 +192,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that can be sliced: not quantised, with the forward of `nn.Linear`."""
+    """Return whether a module is a linear layer that can be sliced: like `nn.Linear` or `Conv1D`, not quantised."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point() or hasattr(weight, "quant_state"):
         return False
