@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 
 class DeepSpeedError(Exception):
-    """Base class of the exceptions in this module."""
+    """Base class of the errors in this module."""
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
@@ -15,7 +15,7 @@ class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
 
 
 class BatchSizeError(DeepSpeedConfigError):
-    """Batch sizes conflict: train_batch_size != micro batch * gradient_accumulation_steps * data-parallel ranks."""
+    """Batch sizes are unknown, or train_batch_size is not micro batch * accumulation steps * data-parallel ranks."""
 
 
 class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
@@ -39,7 +39,7 @@ class MeshError(DeepSpeedConfigError, ArgumentError):
 
 
 class OptimizerError(ArgumentError):
-    """The optimizer cannot be used with this model, ZeRO stage or precision."""
+    """The optimizer is unknown, has invalid arguments, or cannot be used with this model or configuration."""
 
 
 class SchedulerError(ArgumentError):
@@ -67,7 +67,7 @@ class LaunchError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class DataError(DeepSpeedError, ValueError):
-    """A data loader or batch cannot be used as requested, for example because a mask has a wrong shape."""
+    """A data loader or batch failed or cannot be used as requested, for example because a mask has a wrong shape."""
 
 
 class StorageError(DeepSpeedError, OSError):
@@ -115,7 +115,7 @@ class SequenceParallelError(DeepSpeedError, ValueError):
 
 
 class PipelineError(UsageError):
-    """Pipeline parallelism does not support a model, schedule or call, or a pipeline stage failed."""
+    """Pipeline parallelism does not support a model, schedule or call, or a stage failed or differs from others."""
 
 
 class RequestError(ArgumentError):

@@ -91,7 +91,8 @@ class PipelineModule(nn.Module):
             of matching classes), or a list of bounds (part p has the layers from bounds[p] up to bounds[p + 1]).
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
-        checkpointable_layers: classes by name; groups of only these are recomputed. None: groups with parameters.
+        checkpointable_layers: names of classes; a group of only such layers is recomputed. None: a group is recomputed
+            if one of its layers, other than tied ones, has trained parameters.
         dynamic_shape: no effect; shapes may always change between micro-batches.
         num_chunks: parts per stage, for the interleaved schedule; part p belongs to stage p % num_stages.
         example_input: the first layer's input, for partition_method "profile", which runs all layers on every rank.

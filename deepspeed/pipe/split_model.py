@@ -257,7 +257,7 @@ class View:
                 stand_in.dtype_here = dtype
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the loss in the model's outputs: a tensor, the first of a tuple, or "loss"; set `metrics` to others.
+        """Return the loss in the model's outputs: a tensor, the first of a tuple, or "loss". Other scalars: `metrics`.
 
         Raises:
             PipelineError: the model returns no loss.

@@ -88,7 +88,7 @@ class _Source:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether autograd keeps saved tensors of `tensor`; False in backward, torch.compile and torch.func."""
+    """Return whether autograd saves tensors for `tensor`'s backward; False in backward, torch.compile, torch.func."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1

@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """Return each token's document number `[batch, sequence]`; None: one document, a mask, or no separation."""
+        """Return each token's document number `[batch, sequence]`; None: one document, a mask, or not `separates`."""
         if self.mask is not None or not self.model.separates:
             return None
         steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
@@ -350,7 +350,7 @@ def cut_sequence(
 
 
 def _registered(core: str) -> str:
-    """Register split-sequence attention over local attention `core`, return its name; NotAvailableError: no `core`."""
+    """Register split-sequence attention over `core`, and return its name; NotAvailableError for an unknown `core`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES

@@ -101,7 +101,7 @@ class ChannelDependencies:
     bytes: float = 1.0
 
     def largest_part(self, module: nn.Module) -> float:
-        """Return the fraction of a region's matrices on the largest rank; `module` is the dense module of the names."""
+        """Return the fraction of a region's matrices on the largest rank; `module` is the dense split module."""
         region, most = self.region, 0.0
         sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         channels = sum(map(length_of, self.rows))

@@ -104,7 +104,7 @@ class ColumnParallel(_Sliced):
     sizes: Sequence[int] | None = None
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (…, in) to (…, outputs of this rank), or to (…, all outputs) if `sizes` is set."""
+        """Map (…, in) to (…, outputs of this rank), or if `sizes` is set, by an all-gather, to (…, all outputs)."""
         if self.enters:
             input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
         weight, bias = self._matrix(), self.bias
@@ -121,7 +121,7 @@ class RowParallel(_Sliced):
     """Linear layer with a slice of the inputs; the outputs are all-reduced."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (…, inputs of this rank) to (…, out), equal on all ranks."""
+        """Map (…, inputs of this rank) to (…, out), equal on all ranks. All ranks must call this."""
         out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.name}")
         return out if self.bias is None else out + self.bias
 

@@ -39,7 +39,7 @@ class PackedParallel(nn.Module):
     added: Sequence[str] = ()  # parameters that are added to the result: each rank adds a fraction of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the output of the whole module, equal on all ranks."""
+        """Compute the output of the whole module, equal on all ranks. All ranks must call this."""
         axis, name = self.slot.axis, self.slot.name
 
         def entered(value: Any) -> Any:

@@ -170,7 +170,7 @@ class UnitResult:
         outputs: all floating-point outputs.
         inputs: gradients of the arguments, by path.
         params: sketches of the parameters' gradients, by name, see `Sketches`; None: no gradient.
-        slices: names of parameters that were already sliced, for the dense form because another unit shares them.
+        slices: names of sliced parameters; in dense results, those that another unit shares and has sliced.
     """
 
     outputs: list[torch.Tensor]

@@ -217,7 +217,7 @@ class _Head:
         """Compute the loss as Transformers' `ForCausalLMLoss`, from logits (batch, length, columns of this rank).
 
         TensorParallelError if neither `labels` nor `shift_labels` (already shifted by one) is given. None for
-        `num_items_in_batch`: the mean over the tokens.
+        `num_items_in_batch`: the mean over the tokens. All ranks must call this.
         """
         if shift_labels is None:
             if labels is None:
