@@ -36,7 +36,7 @@ _NEAR = 4  # maximum distance of a move, so that the search is linear in the num
 
 
 class _Crossings:
-    """Forward of a model that reads a counter (operations or seconds) at the borders of all blocks."""
+    """One forward of a model, with readings of a counter (operations or seconds) at the borders of all blocks."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
@@ -216,7 +216,7 @@ class LayerCost:
 
 
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
-    """Measure forward and backward of layers, one after the other. Modules move to the device, without gradients.
+    """Measure forward and backward of layers, one after the other. Modules are moved to the current device.
 
     Args:
         layers: (function to call, module or None) for each layer.

@@ -527,7 +527,7 @@ def settings_of(mpu: Any) -> SequenceSettings:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
-    """Create a mesh with sequence-parallel groups of neighbouring ranks; it also serves as a model-parallel unit (mpu).
+    """Return a mesh with sequence-parallel groups of neighbouring ranks, also for use as model-parallel unit (mpu).
 
     All ranks must call this together; process groups are initialized if necessary.
 

@@ -1,7 +1,7 @@
 """Tensor-parallel split of a dense model.
 
 A plan is made, its units (modules with matrices to split) are split one after the other, and each is compared with its
-dense form.
+dense form unless this is switched off.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class TensorParallelPlan:
 
     Args:
         ranks: number of tensor-parallel ranks.
-        units: modules to split, in the order in which they run.
+        units: modules to split.
         whole: reasons why matrices of blocks stay whole, by parameter name.
         inputs: arguments of the model's forward in the traces.
         output: output of the dense model for `inputs`; None once the model is split.

@@ -156,7 +156,7 @@ class _FileEntry:
         return self.value
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
-        """Return the value; TensorParallelError (with `what` for a name) unless it is distinct names from `known`."""
+        """Return the distinct names from `known`, else TensorParallelError; `what` describes a name in errors."""
         names = [entry.of(str) for entry in self.entries()]
         for place, name in enumerate(names):
             if name not in known:
