@@ -141,7 +141,7 @@ def _now() -> float:
 
 
 def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
-    """Partition blocks so that the slowest stage is fast, by local search from equal parts.
+    """Partition blocks so that the slowest stage is fast, by local search from balanced parts.
 
     Args:
         costs: costs before the blocks, of each block, and after the blocks, as from `operations`.

@@ -76,7 +76,7 @@ def probes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Context that computes the `Sketches` of gradients in one forward and backward; the gradients become zeros.
+    """Context that computes the `Sketches` of gradients in one forward and backward, and drops the gradients.
 
     Args:
         params: parameters by name; all must have `requires_grad`.
