@@ -1,4 +1,4 @@
-"""Public exceptions and warnings. Each is also a builtin exception, so `except ValueError` and the like catch it."""
+"""Public exceptions and warnings. Most are also builtin exceptions, so `except ValueError` and the like catch them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import MappingProxyType
 
 
 class DeepSpeedError(Exception):
-    """Base class of all errors that this package raises."""
+    """Base class of the errors in this module."""
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
-    """The configuration has unknown, misplaced or conflicting keys or invalid values. The message lists all of them."""
+    """The configuration cannot be read, or has unknown, misplaced, missing or conflicting keys or invalid values."""
 
 
 class BatchSizeError(DeepSpeedConfigError):
-    """Batch sizes conflict: train_batch_size != micro batch * gradient_accumulation_steps * data-parallel ranks."""
+    """Batch sizes are unknown, or train_batch_size is not micro batch * accumulation steps * data-parallel ranks."""
 
 
 class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
@@ -35,19 +35,19 @@ class OrderError(UsageError):
 
 
 class MeshError(DeepSpeedConfigError, ArgumentError):
-    """Parallel sizes are inconsistent or do not fit the number of ranks, or replicas have different parameters."""
+    """Parallel sizes are inconsistent or do not fit the ranks or the model, or ranks have different models."""
 
 
 class OptimizerError(ArgumentError):
-    """The optimizer cannot be used with this model, ZeRO stage or precision."""
+    """The optimizer is unknown, has invalid arguments, or cannot be used with this model or configuration."""
 
 
 class SchedulerError(ArgumentError):
-    """The learning-rate schedule cannot be used with this optimizer, or has invalid arguments."""
+    """The learning-rate schedule is unknown, has invalid arguments, or cannot be used with this optimizer."""
 
 
 class ShardedParameterError(DeepSpeedError, RuntimeError):
-    """A sharded parameter was written, or its storage was accessed, outside of `GatheredParameters`."""
+    """A sharded parameter, or a view of one, was changed or accessed in a way that would lose values."""
 
 
 class LossScaleError(DeepSpeedError, RuntimeError):
@@ -55,11 +55,11 @@ class LossScaleError(DeepSpeedError, RuntimeError):
 
 
 class CommError(DeepSpeedError, RuntimeError):
-    """A collective failed. The message names the collective and reports the state of the other ranks."""
+    """A collective or message failed, another rank failed, or the ranks could not connect to each other."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A collective timed out. The message names the last collective of every rank."""
+    """A collective, or the start of the process group, timed out. The message describes the other ranks' state."""
 
 
 class LaunchError(DeepSpeedError, RuntimeError, ValueError):
@@ -67,23 +67,23 @@ class LaunchError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class DataError(DeepSpeedError, ValueError):
-    """A data loader or batch cannot be used as requested, for example because a mask has a wrong shape."""
+    """A data loader or batch failed or cannot be used as requested, for example because a mask has a wrong shape."""
 
 
 class StorageError(DeepSpeedError, OSError):
-    """An offload file could not be created, read or written. The message names the tensor or folder and the cause."""
+    """Block I/O failed: a file could not be created, opened, read or written, or no I/O thread could start."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
-    """A checkpoint could not be written, or does not match the model or engine that loads it."""
+    """A checkpoint could not be written or loaded, for example because it does not match the model or engine."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is incomplete, or its contents differ from what was saved."""
+    """A checkpoint is incomplete or unreadable, or its contents differ from what was saved."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """The requested checkpoint does not exist, or no rank can read one of its files."""
+    """The requested checkpoint or one of its files does not exist, or no rank can read it."""
 
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
@@ -99,27 +99,27 @@ class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
 
 
 class CompressionError(DeepSpeedError, ValueError):
-    """A model cannot be compressed as requested. The message says why and suggests an alternative."""
+    """A model cannot be compressed or compared as requested. The message has the reason."""
 
 
 class TensorParallelError(DeepSpeedError, ValueError):
-    """A model cannot be split by tensor parallelism, or its outputs differ from those of the unsplit model."""
+    """A model cannot be split by tensor parallelism as requested, or its outputs differ from the unsplit model's."""
 
 
 class ExpertParallelError(DeepSpeedError, ValueError):
-    """Experts cannot be divided among ranks, or a divided layer's outputs differ. The message names the layer."""
+    """Experts cannot be divided among ranks, called or balanced as requested, or a divided layer's outputs differ."""
 
 
 class SequenceParallelError(DeepSpeedError, ValueError):
-    """The outputs of a sequence-parallel model differ from those of the same model on the whole sequence."""
+    """A sequence-parallel model's outputs differ from the unsplit model's, or a tensor for backward was changed."""
 
 
 class PipelineError(UsageError):
-    """Pipeline parallelism does not support a model, schedule or call, or a pipeline stage failed."""
+    """Pipeline parallelism does not support a model, schedule or call, or a stage failed or differs from others."""
 
 
 class RequestError(ArgumentError):
-    """A generation request has invalid options or exceeds a limit; the message then states both numbers."""
+    """A generation request or an option of the generator is invalid or exceeds a limit."""
 
 
 class LengthError(RequestError, RuntimeError):
@@ -127,7 +127,7 @@ class LengthError(RequestError, RuntimeError):
 
 
 class PackingError(DeepSpeedError, RuntimeError):
-    """The model cannot process several sequences packed into one row. The message states the reason."""
+    """Inference cannot pack sequences or weights of the model, or run its native passes. The message has the reason."""
 
 
 class ContractError(DeepSpeedError, AssertionError):

@@ -32,7 +32,7 @@ class Count(NamedTuple):
         stage: index of the stage.
         step: number of updates before this window.
         forward: number of forward passes (chunks times micro-batches).
-        backward: number of micro-batches with a backward pass.
+        backward: number of backward passes (chunks times micro-batches).
         metrics: number of scalars that this rank reports in addition to the loss.
         failed: 1 if computing the loss raised, else 0.
     """
@@ -109,7 +109,7 @@ class Means:
 
 
 def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
-    """Check that parameters shared by several stages are equal on all of them. All ranks of the axis must call this.
+    """Check by sums that parameters shared by several stages are equal on them. All ranks of the axis must call this.
 
     Args:
         values: shared parameters of this stage, by a name that all stages use.
@@ -177,13 +177,13 @@ class Driver(Protocol):
         ...
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run a chunk (a model part of this stage); the last part returns its outputs, or in training the loss."""
+        """Run a chunk (a model part) on received outputs; the last part returns outputs, or in training the loss."""
         ...
 
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward from `roots`, the outputs that a chunk has sent, and their gradients; None: from the loss.
+        """Run backward from `roots`, the outputs that a chunk has sent, with `gradients`; None: the root is the loss.
 
         `run` has the signature of `torch.autograd.backward`.
         """
@@ -266,7 +266,7 @@ other_stages: Replaceable[type[OtherStages]] = Replaceable(OtherStages)
 
 
 class Executor:
-    """Executor of one stage of a pipeline. All ranks of the axis create it together.
+    """Executor of one stage of a pipeline. All ranks of the world must create their executors together.
 
     Args:
         axis: the stages, in order.
@@ -319,7 +319,7 @@ class Executor:
         """Run this stage's row of a validated schedule; `training`: with autograd. All stages must call this.
 
         Returns:
-            Outputs of the last part by micro-batch, detached; empty on other stages.
+            Outputs of the last part (in training the detached losses) by micro-batch; empty on other stages.
 
         Raises:
             PipelineError: a chunk raised; the message has stage, layers and micro-batch. All other ranks are notified.
@@ -353,7 +353,7 @@ class Executor:
         return f"{what}, stage {self.stage} at {self._place}"
 
     def _failed(self, action: Action, error: Exception) -> PipelineError:
-        """Notify all ranks of an error, and return an error with stage, micro-batch and action."""
+        """Notify all ranks of an error, and return a PipelineError with stage, micro-batch and action."""
         where = (
             f"stage {self.stage} ({self._driver.words(action.chunk)}), micro-batch {action.micro}, "
             f"{_COMPUTES[action.op[-1]]}"

@@ -1,7 +1,7 @@
 """Schedules as lists of instructions, with the class names of upstream DeepSpeed.
 
-The schedules match the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step is one forward or
-backward pass with its messages; the last step ends with the update.
+Pipeline schedules match the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step of a row is one forward
+or backward pass with its messages. In training, the last step ends with the update.
 """
 
 from __future__ import annotations

@@ -77,32 +77,31 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """List of layers, split into stages. Parameter names begin with the layer's index in the full list.
+    """List of layers, split into stages. Parameter names begin with the layer's index, or "tied_modules." and its key.
 
     Args:
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
         num_stages: number of pipeline stages; None: from `topology`.
         topology: a `ProcessTopology` with "pipe" as its outermost axis; None: "pipe" and "data".
-        loss_fn: called with (outputs, labels) on the last stage; returns the loss, or (loss, dict of
-            numbers for `engine.metrics`). None: the last layer returns the loss.
+        loss_fn: called on the last stage, see `LayerRun.loss`; None: the last layer returns the loss.
         seed_layers: whether each layer is built and run with its own seed.
         seed_fn: sets the seed; None: torch.manual_seed.
-        base_seed: seed of layer 0.
+        base_seed: layer i is built with the seed `base_seed` + i.
         partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
             of matching classes), or a list of bounds (part p has the layers from bounds[p] up to bounds[p + 1]).
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
-        checkpointable_layers: names of the classes that are recomputed; None: those with parameters.
+        checkpointable_layers: names of classes; a group of only such layers is recomputed. None: a group is recomputed
+            if one of its layers, other than tied ones, has trained parameters.
         dynamic_shape: no effect; shapes may always change between micro-batches.
         num_chunks: parts per stage, for the interleaved schedule; part p belongs to stage p % num_stages.
-        example_input: the first layer's input, for partition_method "profile", which runs all
-            layers on every rank, one at a time; None: for other methods.
+        example_input: the first layer's input, for partition_method "profile", which runs all layers on every rank.
         stage_memory: limit of a stage's bytes, for "profile"; None: the device's memory, on the CPU no limit.
 
     Raises:
         ArgumentError: neither `num_stages` nor `topology` is given, an entry of `layers` or the partition method is
             invalid, or the layers cannot be split into this number of parts.
-        MeshError: the number of ranks is not divisible by the number of stages, or the topology has other ranks.
+        MeshError: ranks are not divisible by stages, or the topology has other ranks, stages or no "pipe" first.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _checked_topology(num_stages: int | None, topology: ProcessTopology | None) -> tuple[int, ProcessTopology]:
-        """Return the number of stages, and the ranks by axis."""
+        """Return the number of stages, and the topology; ArgumentError, MeshError: as for the class."""
         if num_stages is None and topology is None:
             raise ArgumentError("a PipelineModule needs num_stages or topology")
         world = ranks_started()
@@ -212,7 +211,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _build_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
-        """Build one layer for a measurement; return the function to call, and the module or None."""
+        """Build one layer; return the function to call, and the module or None. `tied` collects tied modules by key."""
         if isinstance(spec, TiedLayerSpec):
             module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
             return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
@@ -232,7 +231,7 @@ class PipelineModule(nn.Module):
         return float(sum(param.numel() for param in params if param.requires_grad))
 
     def _build(self) -> None:
-        """Build all layers one by one, so that random values match the full model's, and keep those of this stage."""
+        """Build this stage's layers, with the random values of the full model; ArgumentError: an entry is invalid."""
         own = {index for part in self._own_parts() for index in range(self._bounds[part], self._bounds[part + 1])}
         needed = {
             spec.key for index, spec in enumerate(self._specs) if index in own and isinstance(spec, TiedLayerSpec)
@@ -293,7 +292,7 @@ class PipelineModule(nn.Module):
             yield LayerRun(self, part, range(self._bounds[part], self._bounds[part + 1]))
 
     def forward(self, inputs: Any, layers: range | None = None) -> Any:
-        """Run layers one after the other.
+        """Run layers one after the other, and return the last one's outputs.
 
         Args:
             inputs: inputs of the first layer.
@@ -352,7 +351,7 @@ class PipelineModule(nn.Module):
         return self._topology
 
     def mpu(self) -> Mesh:
-        """Return the mesh of the newest engine, which has the methods of a model-parallel unit (mpu)."""
+        """Return the current mesh (`current_mesh`), which has the methods of a model-parallel unit (mpu)."""
         return current_mesh()
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
@@ -370,7 +369,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _describe(spec: Any) -> str:
-        """Describe a layer: class, tied key, and the arguments that are equal on every rank."""
+        """Describe a layer: class, tied key, and the arguments that are numbers, strings or None."""
         if not isinstance(spec, LayerSpec):
             return _name(spec)
         plain = (int, float, str, bool, type(None))
@@ -420,9 +419,10 @@ class LayerRun:
         """Do nothing: there are no placeholders for layers of other stages."""
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Compute the loss from outputs and labels, or from outputs and a batch that is a dict.
+        """Return `loss_fn(outputs, labels)`, where labels is `batch[1]` or a batch that is no tuple or list.
 
-        `loss_fn` may return (loss, numbers by name); these numbers and the additional losses become `metrics`.
+        `loss_fn` may return (loss, numbers by name); these numbers and the additional losses become `metrics`. Without
+        `loss_fn`, `outputs` is returned.
 
         Raises:
             PipelineError: the loss is not a tensor with one element.

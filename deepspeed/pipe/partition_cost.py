@@ -36,7 +36,7 @@ _NEAR = 4  # maximum distance of a move, so that the search is linear in the num
 
 
 class _Crossings:
-    """Forward of a model that reads a counter (operations or seconds) at the borders of all blocks."""
+    """One forward of a model, with readings of a counter (operations or seconds) at the borders of all blocks."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
@@ -104,7 +104,7 @@ def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, 
 def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], repeats: int = 3) -> list[float]:
     """Measure seconds of forward and backward, split as in `operations`: the minimum of `repeats` runs each.
 
-    If forward takes labels, they are the input tokens.
+    Without trained parameters, only forward is measured. If forward takes labels, they are the input tokens.
     """
     arguments = dict(inputs)
     if "labels" in inspect.signature(model.forward).parameters and "input_ids" in arguments:
@@ -141,7 +141,7 @@ def _now() -> float:
 
 
 def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
-    """Partition blocks so that the slowest stage is as fast as possible.
+    """Partition blocks so that the slowest stage is fast, by local search from balanced parts.
 
     Args:
         costs: costs before the blocks, of each block, and after the blocks, as from `operations`.
@@ -163,7 +163,7 @@ def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
 
 
 def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]) -> list[int]:
-    """Move single items between parts, starting from the bounds `best`, as long as `price` decreases."""
+    """Move single items between parts, starting from the bounds `best`, while `price` decreases; return bounds."""
     parts = len(best) - 1
     moves = [(a, b) for a in range(parts) for b in range(max(0, a - _NEAR), min(parts, a + _NEAR + 1)) if a != b]
     better = True
@@ -216,10 +216,10 @@ class LayerCost:
 
 
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
-    """Measure forward and backward of layers, one after the other, on the current device; no gradients remain.
+    """Measure forward and backward of layers, one after the other. Modules are moved to the current device.
 
     Args:
-        layers: (function to call, its module or None) for each layer.
+        layers: (function to call, module or None) for each layer.
         inputs: inputs of the first layer, any nest of tensors; each next layer reads the outputs of the one before.
         repeats: number of runs after a warm-up; the time of a layer is their minimum.
 
@@ -307,12 +307,12 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
 
 
 def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: float | None = None) -> list[int]:
-    """Partition layers by measured costs, as in `deal`; among equally fast partitions, minimize the largest memory.
+    """Partition layers by measured costs, as in `deal`; of similarly fast partitions, take that of least peak memory.
 
     Memory is that of the 1F1B schedule (several chunks: interleaved). `limit`: bytes per stage; None: no limit.
 
     Raises:
-        ArgumentError: no partition keeps all stages under the limit.
+        ArgumentError: no partition was found that keeps all stages within the limit.
     """
     parts, name = stages * chunks, "interleaved" if chunks > 1 else "1f1b"
     held = [warmup(name, stage, stages, 2 * stages, chunks) + 1 for stage in range(stages)]  # micro-batches x chunks

@@ -26,8 +26,8 @@ class Action:
     """One action of a stage: a computation, a receive or a send.
 
     Args:
-        op: `F`, `B`: compute forward or backward. `<F`, `<B`: receive its input. `>F`, `>B`: send its result. `W`:
-            compute the weight gradients that `B` deferred.
+        op: `F`, `B`: compute forward or backward. `<F`, `<B`: receive the input of `F` or `B`. `>F`, `>B`: send the
+            result. `W`: compute the weight gradients that `B` deferred.
         micro: index of the micro-batch, from 0.
         chunk: index of the chunk in the stage, from 0.
     """
@@ -103,7 +103,7 @@ def parse(text: str) -> PipelineSchedule:
     """Parse a schedule in the form of `str(schedule)`.
 
     Raises:
-        PipelineError: the text is not a schedule; the message has the wrong word.
+        PipelineError: the text is not a schedule.
     """
     head, *lines = text.strip().splitlines()
     match = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
@@ -151,7 +151,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Pipel
 
 
 def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
-    """Return the forward and backward actions of one stage, without messages."""
+    """Return the computations (`F`, `B` and `W`) of one stage, without messages."""
     if name == "interleaved":
         rounds = [range(low, low + stages) for low in range(0, micros, stages)]
         order = [(micro, chunk) for group in rounds for chunk in range(chunks) for micro in group]

@@ -19,7 +19,7 @@ class ScheduleCost:
     """Time and memory of a schedule.
 
     Args:
-        time: time at which the last stage finishes, in the unit of the costs.
+        time: time at which all stages have finished, in the unit of the costs.
         peaks: by stage, the maximum number of (micro-batch, chunk) activations in memory.
         idle: idle fraction of the time of all stages (the pipeline bubble).
         put_off: by stage, the number of activations at its peak that only wait for `W`.
@@ -57,7 +57,7 @@ class _Simulation:
         self.in_flight: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
     def run(self) -> None:
-        """Advance all stages until none can continue."""
+        """Advance all stages to their ends; PipelineError for a deadlock or an invalid action."""
         moved = True
         while moved:
             moved = False
@@ -83,7 +83,7 @@ class _Simulation:
         return stage, chunk
 
     def _act(self, index: int, action: Action) -> bool:
-        """Perform an action; return False if its message has not been sent yet."""
+        """Perform an action; return False for a receive before its send; PipelineError for a wrong order."""
         stage, kind = self.stages[index], action.op[-1]
         if action.op[0] == ">":
             if not stage.done[kind, action.micro, action.chunk]:
@@ -120,7 +120,7 @@ class _Simulation:
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
     def _hold(self, index: int, stage: _Stage, action: Action) -> None:
-        """Update the activations in memory, and their peak, for an action."""
+        """Update the activations in memory, and their peak, for an action; PipelineError for a wrong order."""
         place = (action.micro, action.chunk)
         if action.op == "B" and place not in stage.held:
             raise PipelineError(f"stage {index}: {action} before its forward (order swapped)")
@@ -145,7 +145,7 @@ class _Simulation:
         return f"stage {index} waits for {action} of stage {peer}, which {never}"
 
     def count(self) -> None:
-        """Check that everything was computed, and that every sent message was received."""
+        """Raise PipelineError unless everything was computed, and every sent message was received."""
         ops = "F" if self.schedule.name == "inference" else "FBW" if self.schedule.splits else "FB"
         wanted = [
             (op, micro, chunk)

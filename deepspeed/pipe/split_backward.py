@@ -1,7 +1,7 @@
 """Split of a backward pass: input gradients first, weight gradients of matrix products later.
 
 [Note: what is put off] The autograd graph of a micro-batch is analysed before its backward. A product `x @ w` is
-deferred if `w` depends on parameters only, and the graph has no other use of them. Backward skips the edge to `w`, so
+deferred if `w` depends on parameters only, which have no other uses in the graph. Backward skips the edge to `w`, so
 autograd does not compute the weight gradient; `x` and the product's output gradient are kept. `weights` later
 multiplies them as autograd would and continues along the same edge, so casts, transpositions and parameter hooks run
 as usual, once. The model needs no change. All other gradients are computed immediately: biases, norms, embeddings, a
@@ -42,7 +42,7 @@ class _Product:
         left: the left factor, without its graph.
         transposed: whether the right factor is stored by columns: autograd then multiplies in the other order.
         gradient: gradient of the product, once backward has reached it.
-        versions: versions of both tensors at that time.
+        versions: versions of `left` and `gradient` at that time.
     """
 
     edge: GradientEdge
@@ -74,7 +74,7 @@ class _Group:
     """Products with weight gradients that autograd sums in a common node; computed together, to keep the order of sums.
 
     Args:
-        nodes: graph nodes below their edges.
+        nodes: graph nodes below the edges of the products.
         products: all products, by their node.
         came: the products that backward has reached, in order.
     """
@@ -238,7 +238,7 @@ class _Graph:
                 open_ += self._meet(node)
 
     def _meet(self, node: Node) -> list[Node]:
-        """Return right factors at or above a node of the immediate backward, so their products cannot be deferred."""
+        """Stop deferring products with a right factor at or above an immediate node; return these factors."""
         reaches, taken, open_ = self._reaches, list[Node](), [node]
         while open_:
             node = open_.pop()
@@ -255,7 +255,7 @@ class _Graph:
         return [node.variable for node in self._leaves if node in self.now]  # type: ignore[attr-defined]
 
     def groups(self) -> list[_Group]:
-        """Return the groups of deferred products, the lowest in the graph first."""
+        """Register hooks for the deferred products; return their groups, the lowest in the graph first."""
         if self.refuses:
             return []
         while True:

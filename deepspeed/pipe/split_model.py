@@ -1,7 +1,7 @@
 """Split of an unedited model into stages.
 
 One forward of the full model on a small input gives the order of its modules. Then the parts run one after the other,
-each with placeholders for all modules of other parts, and must reproduce the outputs of the full model, bit by bit. A
+each with placeholders for modules of other parts, and must reproduce the outputs of the full model, bit by bit. A
 stage keeps the modules that its parts run; gradients of parameters on several stages are summed over these stages.
 """
 
@@ -34,7 +34,7 @@ class ModelSplit:
         container: name of the list of blocks.
         bounds: part p has the blocks from bounds[p] up to bounds[p + 1].
         before: names of modules that run before the blocks.
-        after: names of modules that run after the blocks.
+        after: names of modules that run after the blocks, or not at all.
         needed: modules of `before` that every part runs itself, because all parts need their values.
         strays: names of parameters that belong to none of these modules or blocks; every part has them.
         costs: costs of the parts, relative to their mean.
@@ -176,7 +176,7 @@ class ModelSplit:
         return modules
 
     def place_shared(self, model: nn.Module, modules: list[set[str]]) -> None:
-        """Mark parameters that several stages have: each of these stages has a partial gradient."""
+        """Mark parameters that several stages have as partial sums; `modules`: from `modules_by_stage`."""
         stages_of: dict[int, set[int]] = {}
         params = dict(model.named_parameters())
         for stage, names in enumerate(modules):
@@ -361,7 +361,7 @@ def find_layout(
 
 
 def _block_list(model: nn.Module, parts: int) -> str:
-    """Return the name of the outermost list of at least `parts` blocks that has the most parameters."""
+    """Return the name of the largest outermost list of at least `parts` blocks; PipelineError if there is none."""
     lists = {
         name: module
         for name, module in model.named_modules()

@@ -78,7 +78,7 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
 
 
 def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Return whether positions `[batch, tokens]` continue from slice `before` to `after`, or start a document there."""
+    """Return whether positions `[batch, tokens]` continue from slice `before` to `after`, or `after` starts at 0."""
     if before is None or after is None or before.shape[0] != after.shape[0]:
         return False
     first = after[:, 0]
@@ -104,7 +104,10 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
 
 
 def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """Raise DataError if the last label of a slice is not the first token of the next.
+    """Raise DataError if the last label of a slice is neither the first token of the next slice nor ignored.
+
+    An ignored label also raises if the labels beside it are not ignored and no document starts after it. Not checked:
+    slices with an empty edge, and slices whose other labels are not the following tokens.
 
     Args:
         edges: result of `edge_of` for each rank.
@@ -126,7 +129,7 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
 
 
 def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the values at the edges of a slice for `check_labels`; {} without tokens, positions or shifted labels."""
+    """Return edge values of a slice for `check_labels`; {} without 2-D tokens, shifted labels and positions."""
     names = ("input_ids", "shift_labels", "position_ids")
     tensors = [batch.get(name) for name in names] if isinstance(batch, Mapping) else [None]
     if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] < 2 for tensor in tensors):
@@ -180,7 +183,7 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield slices, the same number on each rank of the group.
+        """Yield this rank's slices of the batches. All ranks of the group must iterate together.
 
         Raises:
             DataError: the ranks' batches differ, or a batch cannot be split (see `slice_batch`).

@@ -17,7 +17,7 @@ def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Te
     Args:
         logits: `[sequence / ranks, batch, vocabulary]`, for this rank's tokens.
         target: `[sequence / ranks, batch]`, int64; tokens with -100 are ignored.
-        sp_group: process group of the ranks that share the sequence.
+        sp_group: process group of the ranks that share the sequence; all must call this together.
 
     Returns:
         `[sequence, batch]`, fp32; its mean is a valid loss for `engine.backward`.

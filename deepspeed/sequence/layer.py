@@ -1,8 +1,7 @@
 """Attention over a split sequence: an all-to-all exchanges sequence shards for head shards (Jacobs et al., 2023).
 
-Autograd would save the attention output twice: split by heads for attention, split by tokens for the next layer. It
-would also save each copy of replicated key-value heads. Instead, only the token layout is saved, which the next layer
-needs anyway or which is smaller; backward repeats the all-to-all, which is exact.
+Autograd would save the attention output in two layouts (by heads for attention, by tokens for the next layer), and all
+copies of replicated key-value heads. Instead, only the token layout is saved; backward repeats the exact all-to-all.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Exchanged:
 
     @property
     def fills_its_memory(self) -> bool:
-        """Return whether `by_heads` is unmodified and fills its storage; then views of the storage are views of it."""
+        """Return whether `by_heads` is unmodified and fills its whole storage."""
         tensor = self.by_heads
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.storage_offset()
         return alone and tensor._version == self.version
@@ -69,7 +68,7 @@ class _Source:
     where: str
 
     def by_heads(self) -> torch.Tensor:
-        """Recompute the tensor in head layout with its original strides; an error if it was changed in place."""
+        """Recompute the head layout, with its strides; SequenceParallelError if `tokens` was changed in place."""
         if self.tokens._version != self.version:
             raise SequenceParallelError(
                 f"what attention gave or was given in '{self.where}' has been changed in place, and backward needs it "
@@ -89,7 +88,7 @@ class _Source:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether autograd saves tensors for the backward of `tensor`; False in recomputation and torch.compile."""
+    """Return whether autograd saves tensors for `tensor`'s backward; False in backward, torch.compile, torch.func."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1
@@ -133,10 +132,7 @@ def check_heads(heads: int, axis: Axis) -> None:
 
 
 def repeats(heads: int, axis: Axis) -> int:
-    """Return the number of copies of each key-value head, so that every rank has the heads that its query heads read.
-
-    The number is the smallest that divides evenly; each copy has a part of the head's gradient.
-    """
+    """Return the smallest number of copies of each key-value head with which the ranks get equal numbers of heads."""
     return axis.size // gcd(heads, axis.size)
 
 
@@ -213,7 +209,7 @@ def single_all_to_all(
         scatter_idx: dim that is whole before and split after.
         gather_idx: dim that is split before and whole after.
         batch_dim_idx: accepted for old scripts; any layout works.
-        group: process group; all its ranks must call this together.
+        group: process group, None: all ranks; its ranks must call this together.
     """
     return all_to_all(input, group_axis("sp", group), scatter_idx, gather_idx)
 
@@ -241,8 +237,7 @@ class DistributedAttention(nn.Module):
         num_kv_heads: accepted for old scripts; the number is read from the keys.
 
     Attributes:
-        recompute: whether to repeat the all-to-all in backward instead of saving both layouts of context and copied
-            heads.
+        recompute: whether to repeat the all-to-all in backward instead of saving both layouts.
 
     Example:
         >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
@@ -275,20 +270,19 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute the attention of this rank's slice to the whole sequence.
+        """Compute the attention of this rank's slice to the whole sequence. All ranks of the group must call this.
 
         Args:
             query: this rank's slice of the sequence, all heads.
             key: the same; may have fewer heads, each shared by several neighbouring query heads.
             value: the same as `key`.
             batch_dim_idx: accepted for old scripts; any layout works.
-            rotary_pos_emb: pair (cos, sin) for the whole sequence, by which query and key are rotated (in halves of the
-                width); None: no rotation.
-            *args: further arguments of the local attention.
-            **kwargs: likewise.
+            rotary_pos_emb: pair (cos, sin) for the whole sequence, see `_rotated`; None: no rotation.
+            *args: further positional arguments of the local attention.
+            **kwargs: keyword arguments of the local attention.
 
         Returns:
-            The context, in the layout of `query`.
+            The context of this rank's slice, all heads.
 
         Raises:
             MeshError: the query heads are not divisible by the number of ranks.
@@ -305,7 +299,7 @@ class DistributedAttention(nn.Module):
 
     @staticmethod
     def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embedding to the first `cos.shape[-1]` channels; cos and sin broadcast against `tensor`."""
+        """Rotate the first `cos.shape[-1]` channels (two halves as pairs); cos and sin broadcast against `tensor`."""
         width = cos.shape[-1]
         turned, others = tensor[..., :width], tensor[..., width:]
         first, second = turned.chunk(2, dim=-1)

@@ -95,7 +95,7 @@ def _tiled(
     """Apply `compute` to tiles of the tensors `cut`, each `[batch, sequence, …]`; see `_Tiling`.
 
     `params` are further inputs with gradients; `weigh` maps a tile's (first token, end) to its weight. With fewer
-    tokens than shards, each token is a tile.
+    tokens than shards, each token is a tile. ArgumentError: lengths differ, or `shards` is below 1.
     """
     lengths = {tensor.shape[SEQUENCE] for tensor in cut}
     if len(lengths) != 1:
@@ -128,9 +128,9 @@ def sequence_tiled_compute(
         fn: takes keyword arguments, returns a tensor; a token's result must not depend on other tokens.
         seqlen: number of tokens of the sequence, for the weights of "mean".
         shards: number of tiles.
-        kwargs_to_shard: tensors `[batch, sequence, …]`, split into tiles.
+        kwargs_to_shard: tensors `[batch, sequence, …]`, split into tiles, or None.
         kwargs_to_pass: passed unchanged to every tile.
-        grad_requiring_tensor_key: a key of `kwargs_to_shard`; it has no effect, since gradients go to all tensors.
+        grad_requiring_tensor_key: a key of `kwargs_to_shard`; no effect, all tensors can get gradients.
         compute_params: parameters that `fn` reads, which get gradients; None: none.
         output_unshard_dimension: dim for concatenating results, if there is no reduction.
         output_reduction: "mean" (tiles weighted by their tokens) or "sum" over tiles; None: concatenate.
@@ -175,10 +175,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Call `sequence_tiled_compute`, which describes the other arguments.
-
-        `args` are the values of `keys_to_shard`, then those of `keys_to_pass`.
-        """
+        """Call `sequence_tiled_compute`; `args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         how = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
@@ -238,8 +235,7 @@ class TiledFusedLogitsLoss:
             compute_params: parameters that `fn` reads; None: all parameters of the module.
             output_reduction: "mean" or "sum".
 
-        Raises:
-            ArgumentError: lengths, number of tiles or reduction are invalid.
+        Raises ArgumentError if lengths, number of tiles or reduction are invalid.
         """
         if output_reduction not in ("mean", "sum"):
             raise ArgumentError(f"output_reduction is {output_reduction!r}; it takes 'mean' or 'sum'")

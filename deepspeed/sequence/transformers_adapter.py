@@ -1,9 +1,9 @@
 """Sequence parallelism for Transformers models, through their attention, mask and loss interfaces.
 
 `cut_sequence` prepares a model once: its attention and masks then use the functions registered here, and a hook around
-its forward checks the positions of the batch. If the ranks' positions continue each other, the forward runs on slices:
-masks cover the whole sequence, attention exchanges sequence slices for heads, the loss covers all tokens, and each rank
-has its own random state for dropout. All other calls, such as `generate`, run on the whole sequence.
+its forward checks the positions of the batch. If the ranks' inputs are slices of a sequence, forward runs on slices:
+masks cover the whole sequence, attention exchanges sequence slices for heads, the loss covers all tokens, and in
+training each rank has its own random state for dropout. Other calls, such as `generate`, run on the whole sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Sequence:
     """Data of one forward on slices.
 
     Args:
-        model: the prepared model.
         positions: positions of the whole sequence, `[batch, sequence]`.
         mask: attention mask of the whole sequence, `[batch, sequence]`; None: no padding.
         labels: labels of this rank's slice; None: none, or a loss function has read them.
@@ -77,7 +76,7 @@ class Sequence:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """Return each token's document number; None for a single document, or if documents attend to each other."""
+        """Return each token's document number `[batch, sequence]`; None: one document, a mask, or not `separates`."""
         if self.mask is not None or not self.model.separates:
             return None
         steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
@@ -85,7 +84,7 @@ class Sequence:
         return documents if bool(documents[:, -1].any()) else None
 
     def by_document(self, rule: Callable[..., Any], documents: torch.Tensor) -> Callable[..., Any]:
-        """Adapt the mask function `rule` to packed documents: positions within a document, no attention across them."""
+        """Return the mask function `rule` for packed documents: positions within documents, no attention across."""
         positions = self.positions
 
         def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -132,7 +131,7 @@ class SequenceModel:
 
     @property
     def without_cache(self) -> dict[str, bool]:
-        """Return the arguments that disable the KV cache: with a cache, Transformers ignores packed documents."""
+        """Return forward arguments that disable the KV cache (with a cache, Transformers ignores packed documents)."""
         return without_cache(self.model)
 
     @staticmethod
@@ -160,8 +159,7 @@ class SequenceModel:
     def install(self, core: str) -> None:
         """Make the model compute attention over slices; `core` is the local attention, such as "sdpa".
 
-        Raises:
-            NotAvailableError: Transformers does not know `core`, or the loss cannot be combined over slices.
+        Raises NotAvailableError if Transformers does not know `core`, or the loss cannot be combined over slices.
         """
         from transformers.loss.loss_utils import ForMaskedLMLoss
 
@@ -186,7 +184,7 @@ class SequenceModel:
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Context in which the model uses Transformers' own attention, on whole sequences."""
+        """Context in which a model in evaluation mode runs on whole sequences, with the local attention."""
         disabled, cut = self.disable_in_eval, self.model.config._attn_implementation
         self.disable_in_eval = True
         self.model.set_attn_implementation(self._core)
@@ -205,10 +203,9 @@ class SequenceModel:
         object.__delattr__(self.model, _MARK)
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Pre-hook of forward: prepare the arguments if they are slices, else leave them unchanged.
+        """Pre-hook of forward: return prepared arguments if the ranks' inputs are slices, else None (unchanged).
 
-        Raises:
-            DataError: the inputs had to be slices and are not, or the attention mask has more than two dims.
+        Raises DataError if the inputs had to be slices and are not, or the attention mask of slices is not 2-D.
         """
         if _current.get() is not None:  # call from the outermost model
             self._entered.append((_current.set(_current.get()), None))
@@ -238,7 +235,8 @@ class SequenceModel:
     def _positions(self, call: dict[str, Any], expected: bool) -> torch.Tensor | None:
         """Return the positions of the whole sequence; None if the ranks' inputs are not slices, as in `generate`.
 
-        Slices of equal documents look like whole sequences; `expected` marks inputs that are known to be slices.
+        Slices of equal documents look like whole sequences; `expected`: the inputs are known to be slices. Expands
+        `position_ids` in `call` to the batch size. All ranks must call this.
         """
         own, tokens = call.get("position_ids"), length_of(call)
         generates = next(caches_in(call), None) is not None
@@ -258,7 +256,7 @@ class SequenceModel:
         return whole
 
     def _fork(self) -> torch.Tensor:
-        """Seed each rank differently for dropout, since the ranks' tokens differ; returns the previous random state."""
+        """Seed each rank differently for dropout, since the ranks' tokens differ; returns the state to restore."""
         accelerator = get_accelerator()
         device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
         drawn = int(torch.randint(1 << 40, (), device=device))
@@ -267,10 +265,9 @@ class SequenceModel:
         return around
 
     def leave(self, model: nn.Module, inputs: Any, output: Any) -> Any:
-        """Post-hook of forward, even after an error: return the output, with the loss over all tokens.
+        """Post-hook of forward, also after an error: undo `enter`, and return the output with the loss over all tokens.
 
-        Raises:
-            NotAvailableError: the model's own forward computes a loss that cannot be combined over slices.
+        Raises NotAvailableError if the model's own forward computes a loss that cannot be combined over slices.
         """
         if not self._entered:
             return None
@@ -283,7 +280,10 @@ class SequenceModel:
                 get_accelerator().set_rng_state(around)
 
     def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
-        """Replace the loss of a token classifier's own forward by the mean over the tokens of all ranks."""
+        """Replace a loss computed in the model's own forward by the mean over all ranks' tokens; returns the output.
+
+        A mapping is changed in place. NotAvailableError: the loss is not known to be the mean over labelled tokens.
+        """
         labels = sequence.labels if sequence is not None else None
         if labels is None or output is None:
             return output
@@ -313,14 +313,14 @@ class SequenceModel:
 
 
 def sequence_models(model: nn.Module) -> list[SequenceModel]:
-    """Return the adapters of the models inside of `model` that `cut_sequence` has prepared."""
+    """Return the adapters of all models in `model`, itself included, that `cut_sequence` has prepared."""
     return [vars(module)[_MARK] for module in model.modules() if vars(module).get(_MARK) is not None]
 
 
 def cut_sequence(
     model: nn.Module, axis: Axis, core: str | None = None, disable_in_eval: bool = False
 ) -> list[SequenceModel]:
-    """Enable split sequences in the Transformers models inside `model`; prepared models are not changed.
+    """Enable split sequences in the Transformers models in `model`; models prepared for `axis` are not changed.
 
     Args:
         model: any module; without a Transformers model inside, it must handle split sequences itself.
@@ -329,10 +329,10 @@ def cut_sequence(
         disable_in_eval: see `SequenceModel`.
 
     Returns:
-        The adapters of the models; [] if `axis` has one rank.
+        The adapters of the models; [] if `axis` has one rank or there is no Transformers model.
 
     Raises:
-        NotAvailableError: a model's attention cannot be replaced; the message has the reason.
+        NotAvailableError: a model is not supported; the message has the reason.
         MeshError: query heads are not divisible by the ranks; the message has the nearest sizes.
     """
     if axis.size == 1 or "transformers" not in sys.modules:
@@ -350,7 +350,7 @@ def cut_sequence(
 
 
 def _registered(core: str) -> str:
-    """Register split-sequence attention with the local attention `core` in Transformers; returns its name."""
+    """Register split-sequence attention over `core`, and return its name; NotAvailableError for an unknown `core`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
@@ -366,7 +366,7 @@ def _registered(core: str) -> str:
 
 
 def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
-    """Return the attention function named `core` for a module: from the table of its file, or its file's eager one."""
+    """Return the attention function named `core` for a module; NotAvailableError if there is none."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
 
     home = sys.modules.get(type(module).__module__)
@@ -380,7 +380,7 @@ def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
 
 
 class _Local:
-    """View of an attention module for local attention: attributes per query head are sliced to this rank's heads."""
+    """View of an attention module for this rank's `heads` query heads and `kv` key-value heads; see `own`."""
 
     def __init__(self, module: nn.Module, axis: Axis, heads: int, kv: int) -> None:
         self._module, self._axis, self._heads = module, axis, heads
@@ -409,7 +409,10 @@ def _attention(
     ds_sequence: Sequence | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for Transformers: `[batch, heads, tokens, width]` to `[batch, tokens, heads, …]`."""
+    """Attention function for Transformers: `[batch, heads, tokens, width]` to (`[batch, tokens, heads, …]`, None).
+
+    On slices, all ranks must call this; NotAvailableError if the model does not pass `ds_sequence` to its attention.
+    """
     if ds_sequence is None:
         if _current.get() is not None:
             raise NotAvailableError(
@@ -441,7 +444,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Mask function for Transformers, for the whole sequence: with padding and packed documents of all ranks."""
+    """Mask function for Transformers: that of `core`, with padding and packed documents of the whole sequence."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     make: Callable[..., Any] = MASKS[core]
@@ -458,7 +461,10 @@ def _mask(
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """Wrap a loss function: the loss covers all tokens of a sequence, equal on its ranks; backward sums gradients."""
+    """Wrap a per-token loss (by `kind`, the loss type) so that slices give the loss of all tokens, by a collective.
+
+    A loss of another kind is returned unchanged. Raises NotAvailableError if the loss ignores `num_items_in_batch`.
+    """
     inner = getattr(inner, "_ds_inner", inner)  # for a copy of a prepared model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
@@ -521,7 +527,7 @@ def settings_of(mpu: Any) -> SequenceSettings:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
-    """Create a mesh with sequence-parallel groups of neighbouring ranks; it also serves as a model-parallel unit (mpu).
+    """Return a mesh with sequence-parallel groups of neighbouring ranks, also for use as model-parallel unit (mpu).
 
     All ranks must call this together; process groups are initialized if necessary.
 
@@ -529,7 +535,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
         sequence_parallel_size: number of ranks that share a sequence.
 
     Raises:
-        MeshError: the number of ranks is not divisible by the size.
+        MeshError: the number of ranks is not divisible by the size, or the size is invalid.
     """
     if not is_initialized():
         init_distributed()
@@ -551,15 +557,15 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Mesh:
-        """Prepare `initialize(…, mpu=…)`, which adapts the model; a model that is passed here is adapted immediately.
+        """Prepare `initialize(…, mpu=…)`, which adapts the model; a passed model is adapted now. All ranks call this.
 
         Args:
             model_name_or_path: a model of Transformers, or the path or hub name of its configuration.
             core_attn_implementation: local attention of each rank, such as "sdpa"; None: the model's own.
             sequence_parallel_size: number of ranks per sequence.
             micro_batch_size: accepted for old scripts; the size is read from each batch.
-            seq_length: tokens of every sequence, if all have the same length; None: see `max_length`.
-            seq_length_is_variable: whether sequences have different lengths.
+            seq_length: tokens of every sequence, required for a fixed length; None: see `max_length`.
+            seq_length_is_variable: whether sequences have different lengths; False: the length is checked here.
             disable_in_eval: whether evaluation runs on whole sequences.
             max_length: old name of `seq_length`.
 
@@ -567,9 +573,9 @@ class UlyssesSPAttentionHF:
             A new mesh, with `get_sequence_parallel_group()` and similar methods.
 
         Raises:
-            ArgumentError: the sequence length is not divisible by the number of ranks.
+            ArgumentError: a fixed sequence length is missing or not divisible by the number of ranks.
             MeshError: ranks or query heads are not divisible; the message has the nearest sizes.
-            NotAvailableError: the model's attention cannot be replaced.
+            NotAvailableError: the model is not supported.
         """
         tokens = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and (tokens is None or tokens % sequence_parallel_size):

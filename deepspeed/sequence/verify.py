@@ -25,8 +25,9 @@ T = TypeVar("T")
 def prove(model: SequenceModel, everyone: Axis) -> None:
     """Compare a model on slices with itself on whole sequences: a left-padded batch, and a batch of packed documents.
 
+    Sets `model.separates` to False if the model agrees only without separate documents.
+
     Args:
-        model: the prepared model.
         everyone: all ranks that run parts of the model; all must call this together.
 
     Raises:
@@ -54,7 +55,7 @@ class _Comparison:
             raise self._error(wrong)
 
     def _together(self, action: Callable[[], T]) -> T:
-        """Run an action; an error on any rank is raised on all."""
+        """Run an action; an error on any rank raises SequenceParallelError on all."""
         return run_collectively(self._everyone, action).result_or_raise(self._error)
 
     def _error(self, texts: Sequence[str]) -> SequenceParallelError:
@@ -65,7 +66,7 @@ class _Comparison:
         )
 
     def _batches(self) -> dict[str, dict[str, Any]]:
-        """Create batches of two sequences each: padded on the left, and packed from two documents."""
+        """Create batches by name, of two sequences each: one with left padding, and one with two documents each."""
         device = next(self._model.parameters()).device
         ids = example_tokens(self._model.config, 2, self._tokens)
         mask, padding = torch.ones_like(ids), getattr(text_config(self._model), "pad_token_id", None)
@@ -80,7 +81,7 @@ class _Comparison:
         }
 
     def _compared(self, kind: str, batch: dict[str, Any]) -> list[str]:
-        """Return the differences by rank; if packed documents differ, compare without separating them (`separates`)."""
+        """Return the differences by rank; if packed documents differ, set `separates` to False and compare again."""
         texts: list[str] = []
         for separates in (self._adapted.separates, False):
             self._adapted.separates = separates
@@ -125,6 +126,6 @@ class _Comparison:
 
     @staticmethod
     def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-        """Return the floating-point tensors of an output, by name."""
+        """Return (name, tensor) for the floating-point tensors of an output."""
         named = output.items() if isinstance(output, Mapping) else [("output", output)]
         return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -81,7 +81,7 @@ class HeadParallel(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the results of the dense `nn.MultiheadAttention`, with its arguments and shapes, equal on all ranks.
+        """Compute the results of the dense `nn.MultiheadAttention`, with its arguments; all ranks must call this.
 
         Raises:
             RuntimeError: `is_causal` is set without `attn_mask`, as in torch.

@@ -56,7 +56,7 @@ class TensorSharding:
         return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
 
     def is_local(self, tensor: torch.Tensor, rank: int) -> bool:
-        """Return whether an argument is already this rank's slice, as the output of another split module is.
+        """Return whether an argument is already this rank's slice, as another split module's output is, or has size 1.
 
         Raises:
             TensorParallelError: the dim is a multiple neither of all channels nor of this rank's channels.
@@ -101,7 +101,7 @@ class ChannelDependencies:
     bytes: float = 1.0
 
     def largest_part(self, module: nn.Module) -> float:
-        """Return the fraction of a region's matrices on the largest rank; `module` is the dense module of the block."""
+        """Return the fraction of a region's matrices on the largest rank; `module` is the dense split module."""
         region, most = self.region, 0.0
         sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         channels = sum(map(length_of, self.rows))
@@ -119,7 +119,7 @@ class ChannelDependencies:
 
 @dataclass
 class ModuleInputs:
-    """Arguments of a module call, by parameter name."""
+    """Arguments of a module call, by parameter name; `positional` are the names of those passed by position."""
 
     arguments: dict[str, Any]
     positional: list[str]
@@ -197,7 +197,7 @@ class ModuleInputs:
         return module(*args, **kwargs)
 
     def floating(self, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
-        """Return a copy with detached fp32 tensors, and these by path; `grad`: they are leaves that require grad."""
+        """Return a copy with floating-point tensors as detached fp32 tensors (`grad`: leaves), and these by path."""
         tensors: dict[str, torch.Tensor] = {}
 
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def changing(change: Any) -> Any:
 
 
 def randomised(module: nn.Module, draw: int) -> nn.Module:
-    """Copy a module in fp32 and evaluation mode, with random parameters (seed `draw`): zeros hide dependencies."""
+    """Copy a module in fp32 and evaluation mode, with random parameters for each `draw`: zeros hide dependencies."""
     twin = copy.deepcopy(module).float().eval()
     generator = torch.Generator().manual_seed(1000 + draw)
     with torch.no_grad():

@@ -25,7 +25,7 @@ def all_calls(
 
     Attention may take another path with padding, and some of its attributes, such as the repetition of key-value heads,
     are read only there. A call with padding is kept if its shapes or constants differ. A model without a mask argument,
-    or with a mask in `inputs`, runs once.
+    with a mask in `inputs`, or without 2-D `input_ids`, runs once.
 
     Returns:
         The calls by module name, the model's output, and the error of the run with padding ("" if there was none).

@@ -52,7 +52,7 @@ def tp_model_init(
 
     Raises:
         ArgumentError: the model is already split.
-        MeshError: `tp_group` does not match the ranks of the mesh, or the ranks have different models.
+        MeshError: `tp_size` does not fit, `tp_group` has other ranks, or the ranks have different models.
         TensorParallelError: the model cannot be split, or a split module computes other results.
     """
     if not is_initialized():
@@ -76,7 +76,7 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """Turn a linear layer into a column-parallel one, in place.
+    """Turn a linear layer into a column-parallel one, in place. All ranks of the group must call this.
 
     Args:
         module: the dense layer: `nn.Linear`, or `Conv1D` of Transformers.

@@ -95,7 +95,7 @@ class ColumnParallel(_Sliced):
 
     Attributes:
         enters: whether backward all-reduces the input gradient; False if an earlier layer of the same region does so.
-        rows: indices of this rank's outputs if the weights are replicated; None: the weights are a slice.
+        rows: indices of this rank's outputs in replicated weights; None: `weight` has only these outputs.
         sizes: numbers of outputs by rank, to all-gather the outputs; None: outputs stay split.
     """
 
@@ -104,7 +104,7 @@ class ColumnParallel(_Sliced):
     sizes: Sequence[int] | None = None
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (…, in) to (…, outputs of this rank), or to (…, all outputs) if `sizes` is set."""
+        """Map (…, in) to (…, outputs of this rank), or if `sizes` is set, by an all-gather, to (…, all outputs)."""
         if self.enters:
             input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
         weight, bias = self._matrix(), self.bias
@@ -121,7 +121,7 @@ class RowParallel(_Sliced):
     """Linear layer with a slice of the inputs; the outputs are all-reduced."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (…, inputs of this rank) to (…, out), equal on all ranks."""
+        """Map (…, inputs of this rank) to (…, out), equal on all ranks. All ranks must call this."""
         out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.name}")
         return out if self.bias is None else out + self.bias
 
@@ -192,7 +192,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that can be sliced: not quantised, with the forward of `nn.Linear`."""
+    """Return whether a module is a linear layer that can be sliced: like `nn.Linear` or `Conv1D`, not quantised."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point() or hasattr(weight, "quant_state"):
         return False

@@ -39,7 +39,7 @@ class PackedParallel(nn.Module):
     added: Sequence[str] = ()  # parameters that are added to the result: each rank adds a fraction of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the output of the whole module, equal on all ranks."""
+        """Compute the output of the whole module, equal on all ranks. All ranks must call this."""
         axis, name = self.slot.axis, self.slot.name
 
         def entered(value: Any) -> Any:
@@ -53,7 +53,7 @@ class PackedParallel(nn.Module):
 
 @contextlib.contextmanager
 def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[None]:
-    """Context in which the parameters `names`, which are added to the output, are divided by `ranks`, which sum it."""
+    """Context that divides the parameters `names`, which are added to outputs, by `ranks`: the outputs are summed."""
     try:
         for name in names:  # set beside the module's own parameters, to keep their order
             object.__setattr__(module, name, module.get_parameter(name) / ranks)
@@ -133,7 +133,7 @@ def _masks(
         module: dense module of the experts; not changed.
         call: recorded call of the module.
         row: name of the parameter with the output matrices.
-        dim: dim of the channels in it.
+        dim: dim of the channels in that parameter.
         part: (start, length) of the channels.
         draw: seed of the random weights.
 

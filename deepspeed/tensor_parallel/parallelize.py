@@ -1,7 +1,7 @@
 """Tensor-parallel split of a dense model.
 
 A plan is made, its units (modules with matrices to split) are split one after the other, and each is compared with its
-dense form.
+dense form unless this is switched off.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
     """Wrap the method `name` of a model: `look(model, args, kwargs)` runs before each call, and may raise.
 
     Copies of the model are guarded too. The method may be defined by the class, as an attribute of the model, or by a
-    module that the model wraps.
+    module that the model wraps. A missing method is not wrapped.
     """
     if not hasattr(model, name):
         return
@@ -71,7 +71,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
 def guard_generating(model: nn.Module, axis: Axis) -> None:
     """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state.
 
-    Its calls then raise DataError if arguments differ, and NotAvailableError for `max_time`.
+    All ranks must then call `generate`; DataError if arguments differ, NotAvailableError for `max_time`.
     """
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def cut_model(
 
 
 def _guard_saving(model: nn.Module) -> None:
-    """Make `save_pretrained` of a split model raise: it would silently save one rank's slices."""
+    """Make `save_pretrained` without `state_dict` raise UsageError: it would silently save one rank's slices."""
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("state_dict") is None:
@@ -236,7 +236,7 @@ def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParall
 
 
 def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> TensorParallelPlan:
-    """Reduce a plan to the regions that every rank can split; raise TensorParallelError if a rank has no plan."""
+    """Reduce a plan to regions that every rank can split; TensorParallelError if none, or a rule is violated."""
     own: Any = plan
     if isinstance(plan, TensorParallelPlan):
         regions = {unit.key(fitted): fitted.digest() for unit in plan.units for fitted in unit.regions}
@@ -289,7 +289,7 @@ def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit
 def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
-    """Split some units (modules with regions), and, if `check`, compare each with its dense form."""
+    """Split some units (modules with regions), and, if `check`, compare each with its dense form; a collective."""
     unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
@@ -319,7 +319,7 @@ def _cut_units(
 
 
 def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.UnitResult]]:
-    """Compute the dense results of units: each rank runs some and sends the results. All ranks run a single unit."""
+    """Compute the dense results of units, a collective: each rank runs some, or all ranks run a single unit."""
     dealt, running = list(units.items()), ""
     bounds = partition_uniform(len(dealt), axis.size)
     own_units = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]

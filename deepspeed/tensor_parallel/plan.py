@@ -1,7 +1,7 @@
 """Tensor-parallel plan: the split of each matrix, or the reason why it stays whole.
 
-The split always comes from a search. Entries `row` and `column` of `partition_config` in the JSON are assertions about
-its result. A plan that the model declares (`tp_plan` of Transformers) is not used, because most classes declare none,
+The split comes from a search or a plan file. Entries `row` and `column` of `partition_config` are assertions about the
+split. A plan that the model declares (`tp_plan` of Transformers) is not used, because most classes declare none,
 and others leave experts, fused layouts and uneven heads to layers of Transformers. The table of the plan shows where
 the declared plan differs.
 """
@@ -180,7 +180,7 @@ class Unit:
     Args:
         name: name of the module.
         regions: shardings of the regions, with names relative to the module.
-        calls: recorded calls on the example input: without padding, and with padding if the tensors differ.
+        calls: recorded calls on the example input: without padding, and with padding if shapes or constants differ.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Unit:
         return join(self.name, fitted.shares.region.rows[0])
 
     def keep_common_calls(self, everyone: Sequence[list[Any]], axis: Axis) -> None:
-        """Keep only the calls that every rank has recorded; `everyone` has the shapes of the calls, by rank.
+        """Keep the first calls as far as all ranks' are equal; `everyone` has the shapes of the calls, by rank.
 
         Raises:
             TensorParallelError: the first calls of the ranks differ.
@@ -219,10 +219,10 @@ class TensorParallelPlan:
 
     Args:
         ranks: number of tensor-parallel ranks.
-        units: modules to split, in the order in which they run.
+        units: modules to split.
         whole: reasons why matrices of blocks stay whole, by parameter name.
         inputs: arguments of the model's forward in the traces.
-        output: output of the dense model for `inputs`.
+        output: output of the dense model for `inputs`; None once the model is split.
         drops: names of the matrices that produce the activations that a module drops (dropout): one set for each
             dropout, by module name.
         shapes: shapes of all parameters of the dense model, by name.
@@ -265,7 +265,7 @@ class TensorParallelPlan:
         self.units = [unit for unit in self.units if unit.regions]
 
     def part(self) -> float:
-        """Return the bytes of the blocks' matrices on the largest rank, divided by those of the dense model."""
+        """Return the size of the blocks' matrices on the largest rank, as a fraction of the dense model's."""
         dense = held = 0.0
         for unit, shares in self._regions():
             size = sum(math.prod(self.shapes[join(unit, name)]) for name in shares.region.matrices())
@@ -341,7 +341,7 @@ class TensorParallelPlan:
 
 
 def starred(name: str) -> str:
-    """Replace each number between the dots of a parameter or module name by `*`."""
+    """Replace each number after a dot in a parameter or module name by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -363,7 +363,7 @@ def channel_counts(by_rank: Sequence[Segments]) -> str:
 def make_plan(
     model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """Find the plan of one rank for a dense model, by a run on a small input; all ranks' plans have equal segments.
+    """Find the plan of one rank for a dense model, by runs on a small input.
 
     Args:
         model: dense, whole on this rank or sharded by `zero.Init`; not changed.
@@ -439,7 +439,7 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
     """Run a model once on `inputs`, in its own mode, and find the matrices that produce activations under dropout.
 
     Returns:
-        Names of the matrices, one set for each dropout, by the name of the module that runs it.
+        Names of the matrices, one set for each dropout, by the name of its module; {} in evaluation mode.
     """
     training = [module for module in model.modules() if module.training]
     if not training:

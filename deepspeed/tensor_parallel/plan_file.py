@@ -1,9 +1,9 @@
 """JSON files of tensor-parallel plans.
 
 `write_plan` stores the plan that was found for a model. The file can be edited by hand, and an engine reads the file
-instead of searching for a plan. A file is verified when it is read: its names, shapes and shares must fit the model,
-and each split unit must compute the same as the whole unit (`verify`). A unit is a module with parameters to split;
-equal units are written once, with `*` for the layer number in their names.
+instead of searching for a plan. When a file is read, its names, shapes and shares must fit the model; split units are
+then compared with dense ones (`verify`) as without a file. A unit is a module with parameters to split; equal units are
+written once, with `*` for the layer number if all layers are equal.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_plan(
         example, specs: as in `make_plan`.
 
     Returns:
-        The plans by rank; all have the same `table()`.
+        The plans by rank.
 
     Raises:
         ArgumentError: the model's inputs are unknown and no example is given.
@@ -132,7 +132,7 @@ class _FileEntry:
         return TensorParallelError(f"{self.where}: {what}")
 
     def fields(self, *names: str) -> list[_FileEntry]:
-        """Return the values of an object that must have exactly the keys `names`."""
+        """Return the values of an object by `names`; TensorParallelError unless these are its keys."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object belongs here")
         for name in [*(n for n in names if n not in self.value), *(n for n in self.value if n not in names)]:
@@ -156,7 +156,7 @@ class _FileEntry:
         return self.value
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
-        """Return the value, which must be a list of distinct names from `known`; `what` describes a name in errors."""
+        """Return the distinct names from `known`, else TensorParallelError; `what` describes a name in errors."""
         names = [entry.of(str) for entry in self.entries()]
         for place, name in enumerate(names):
             if name not in known:
@@ -239,7 +239,7 @@ def _planned(
     specs: Specs | None,
     file: _FileEntry,
 ) -> TensorParallelPlan:
-    """Return the plan with the units that no rule skips, and their recorded calls."""
+    """Return the plan of the units that no rule skips, with recorded calls; TensorParallelError if it does not fit."""
     left = [name for name in reader.shapes if name not in reader.taken]
     whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
     specs = specs or Specs()  # no rules by default
@@ -279,7 +279,7 @@ class _PlanReader:
         self._units: dict[str, str] = {}  # location of each
 
     def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
-        """Check that the sharded arguments of a region's module exist and have the right sizes; None: no calls."""
+        """Raise TensorParallelError unless the split arguments are in the calls (None: none), in the right sizes."""
         for share, entry in self._arguments.pop(home, ()):
             if calls is None:
                 raise entry.wrong(f"the model never calls '{home}'")
@@ -295,7 +295,7 @@ class _PlanReader:
                     )
 
     def units(self, entry: _FileEntry) -> list[Unit]:
-        """Return the units (modules to split) of one entry of the file."""
+        """Return the units (modules to split) of one entry of the file; TensorParallelError if it does not fit."""
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
         read: list[Unit] = []
         for pattern in modules.entries():
@@ -310,7 +310,7 @@ class _PlanReader:
         return read
 
     def reasons(self, entry: _FileEntry) -> dict[str, str]:
-        """Return the reasons why parameters stay whole, by the names in the file, which may contain `*`."""
+        """Return the reasons why parameters stay whole, by checked names in the file, which may contain `*`."""
         reasons = {name: text.of(str) for name, text in entry.items()}
         patterns = by_pattern(self.shapes)
         for name in reasons:
@@ -405,7 +405,7 @@ class _PlanReader:
         return TensorSharding(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
 
     def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
-        """Read segments by rank; together they must cover the dim, without overlap unless `copied`."""
+        """Read segments by rank; unless `copied`, together they must cover the dim without overlap."""
         by_rank: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
             pairs = [tuple(number.of(int) for number in pair.entries(2)) for pair in of_rank.entries()]

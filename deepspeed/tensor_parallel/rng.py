@@ -129,7 +129,7 @@ class Forks:
 
 
 def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
-    """Register hooks for dropout on whole and on split activations. All ranks of the axis must call this.
+    """Register hooks for dropout, and copy the first rank's random state. All ranks of the axis must call this.
 
     Args:
         model: a split model.
@@ -164,7 +164,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
 
 
 def draw_alike(axis: Axis) -> None:
-    """Copy the first rank's random state to all ranks, so that masks for whole activations and samples are equal."""
+    """Copy the first rank's random state to all ranks, so that they draw equal masks and samples; a collective."""
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
     everyone = all_gather_objects(axis, zlib.crc32(state.numpy().tobytes()))

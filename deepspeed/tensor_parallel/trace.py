@@ -272,7 +272,7 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
 
 
 def block(name: str) -> str:
-    """Return the name of the innermost numbered module around a parameter; "" if there is none."""
+    """Return the outermost numbered module around a parameter, such as "h.0" for "h.0.mlp.weight"; "" if none."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return match.group(0) if match else ""
 

@@ -1,8 +1,8 @@
-"""Verification of a split unit (module) against its dense form, forward and backward, before dense weights are freed.
+"""Verification of a split unit (module) against results of its dense form, forward and backward.
 
 Gradients are compared by sketches: products with random vectors, computed as soon as a gradient exists. Storing all
 gradients of a unit would need as much memory as the unit, and more time than reading all inputs. If a linear product
-reads a weight directly, its gradient is never formed: the sketch comes from the two small factors.
+reads a weight directly, the weight's gradient is never formed: the sketch comes from the two small factors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def probes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Context that computes the `Sketches` of gradients in one forward and backward.
+    """Context that computes the `Sketches` of gradients in one forward and backward, and drops the gradients.
 
     Args:
         params: parameters by name; all must have `requires_grad`.
@@ -167,10 +167,10 @@ class UnitResult:
     """Results of one call of a unit (a module that is split and compared as a whole).
 
     Args:
-        outputs: all outputs.
+        outputs: all floating-point outputs.
         inputs: gradients of the arguments, by path.
         params: sketches of the parameters' gradients, by name, see `Sketches`; None: no gradient.
-        slices: parameters that were already sliced, because another unit shares them.
+        slices: names of sliced parameters; in dense results, those that another unit shares and has sliced.
     """
 
     outputs: list[torch.Tensor]
@@ -192,7 +192,7 @@ class UnitResult:
 
 
 def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
-    """Run forward and backward of a unit for each recorded call: in fp32, without dropout, with a fixed cotangent."""
+    """Run forward and backward of a unit for each recorded call: in fp32 or wider, in evaluation, with fixed seeds."""
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
     exact = (
         copy.deepcopy(module).float() if low else module
@@ -278,7 +278,7 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Raise for differences, or log them if the unit is not deterministic. All ranks of the axis must call this.
+    """Raise for differences, unless the unit is not deterministic (logged). All ranks of the axis must call this.
 
     Args:
         unit: a unit with differences on some rank.
@@ -393,7 +393,7 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     """Compare a split model's output with that of the dense model in its plan. All ranks of the axis must call this.
 
     Raises:
-        TensorParallelError: the outputs differ.
+        TensorParallelError: the outputs differ, or a rank failed.
     """
 
     def differences_of(outputs: list[torch.Tensor]) -> str:

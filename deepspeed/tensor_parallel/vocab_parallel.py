@@ -67,7 +67,7 @@ class VocabParallelEmbedding(nn.Embedding):
         become_vocabulary_slice(self, SliceLocation(axis, name))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map indices of any shape to (…, embedding_dim), equal on all ranks.
+        """Map indices of any shape to (…, embedding_dim), equal on all ranks. All ranks must call this.
 
         Raises:
             IndexError: an index is outside of the whole table, as in torch.
@@ -140,7 +140,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Compute the cross entropy of logits with split columns; no rank needs the logits of all columns.
+    """Compute the cross entropy of logits with split columns. All ranks of the axis must call this.
 
     Args:
         logits: (rows, columns of this rank), any floating dtype; computed in fp32.
@@ -220,7 +220,7 @@ class _Head:
         """Compute the loss as Transformers' `ForCausalLMLoss`, from logits (batch, length, columns of this rank).
 
         TensorParallelError if neither `labels` nor `shift_labels` (already shifted by one) is given. None for
-        `num_items_in_batch`: the mean over the tokens.
+        `num_items_in_batch`: the mean over the tokens. All ranks must call this.
         """
         if shift_labels is None:
             if labels is None:
@@ -251,7 +251,7 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
 
     Raises:
         ArgumentError: the vocabulary has fewer entries than ranks, or the embedding has an unsupported option.
-        NotAvailableError: the model's loss cannot be computed from split logits.
+        NotAvailableError: the model's layers, or its loss from split logits, are not supported.
         TensorParallelError: results of the slices differ from those of the dense layers.
     """
     embedding, head = _parts(model)
