@@ -26,7 +26,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def is_sharded_by_init(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is sharded, as by `zero.Init`."""
+    """Return whether any parameter of a model belongs to `zero.Init` or an engine."""
     return any(is_managed(param) for param in model.parameters())
 
 

@@ -190,7 +190,7 @@ class AccumulationWindow:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the fp32 product of `loss` and the loss scale, on which the user calls `backward`.
 
-        Gradients of that backward pass, and no others, are divided by the loss scale when they are accumulated.
+        Gradients of that backward pass are divided by the loss scale when they are accumulated.
         """
         scaled_loss = loss.float() * self.loss_scale
 
@@ -249,7 +249,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Reset weightings and item counts, but not the number of finished micro-batches."""
+        """Reset weightings and item counts to those of a current `weigh`; keep the number of finished micro-batches."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples

@@ -68,7 +68,7 @@ class Fragment:
         """Return a copy of this fragment's part of the optimizer state of the whole parameter.
 
         Args:
-            state: entries by name; tensors of the parameter's shape are sliced, all others are copied.
+            state: entries by name; tensors of the parameter's shape are sliced, other tensors copied.
         """
         fragments = {}
         for key, value in state.items():

@@ -234,7 +234,7 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and start the all-gathers of the updated parameters.
+    """Run the inner optimizer over all waves and start the all-gathers of the updated parameters, on all ranks.
 
     Args:
         optimizer: inner optimizer.
@@ -288,7 +288,7 @@ def update(
 def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
-    """Call a wrapped `step` once and run all waves inside; the last one runs in the inner `step` that it calls."""
+    """Call a wrapped `step` once and run all waves inside; the last wave runs in the `step` that the wrapper calls."""
     places = list[str]()  # progress of the inner step: "begun", "ended"
 
     def begins(*_: Any) -> None:  # the last pre-step hook
@@ -342,7 +342,7 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Round master weights to the model's dtype and start the all-gathers of the parameters.
+    """Round master weights to the model's dtype and start the all-gathers (stages 1 and 2), on all ranks.
 
     Args:
         groups: updated groups.
@@ -370,6 +370,6 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
 
 
 def all_gather_updated(groups: Sequence[ShardGroup]) -> None:
-    """Round the master weights of these groups to the model's dtype, and all-gather the parameters."""
+    """Round master weights to the model's dtype, all-gather (stages 1 and 2) and wait. All ranks must call this."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -143,11 +143,11 @@ class GroupRanks:
     Args:
         shard: ranks over which the group's state is sharded.
         everyone: all ranks that have these parameters, with equal values.
-        copies: ranks with the same shard, over which its gradients are summed too; None: only this rank has it.
+        copies: ranks with the same shard, over which gradients are summed after `shard`; None: no second sum.
         counted: whether this rank's shard counts in norms; of equal shards, one does.
         first: whether this rank's shard is saved in checkpoints; of equal shards, one is.
         channels: message channels for `shard` and `copies`; None: opened by `open_channels`.
-        peers: by global rank, the ranks that `everyone` has there.
+        peers: ranks of `everyone` on each global rank, by that rank.
         slices: ranks with the other slices of the same tensors (tp, ep); None: the tensors are not sliced.
         across_stages: whether other pipeline stages have the parameters too (tied weights).
     """
