@@ -63,7 +63,7 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
 
 
 def _advice_on_pieces() -> str:
-    """Return advice to set `expandable_segments` if much reserved CUDA memory is unused and it is not set, else ""."""
+    """Return advice if much reserved CUDA memory is unused and `expandable_segments` is not set, else ""."""
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -340,7 +340,7 @@ class StateView(WindowView, PlacedView):
     # -- ranges -------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Return a range of a parameter's master weights; the elements [start, stop) must be on this rank."""
+        """Return elements [start, stop) of a flattened parameter's master weights, which must be on this rank."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])

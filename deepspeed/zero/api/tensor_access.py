@@ -114,7 +114,7 @@ def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str)
     Args:
         axis: process group of the ranks with slices.
         box: region of the unsharded tensor that this rank has.
-        local: tensor with the elements of the region; None: zeros.
+        local: tensor with the elements of the region; None: this rank has none; zeros if another rank has some.
         label: name of the collective for messages.
 
     Returns:

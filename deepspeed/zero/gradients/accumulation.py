@@ -158,7 +158,7 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """Return the factor by which a gradient of this pass is multiplied when it is accumulated."""
+        """Return the factor by which gradients of the backward pass `of` are multiplied when they are accumulated."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
@@ -168,7 +168,7 @@ class AccumulationWindow:
 
     @property
     def travel_factor(self) -> float:
-        """Return the factor of the last backward pass; used when sums are cast to the communication dtype."""
+        """Return the factor of the last scaled backward pass (default: a mean), for casts to a communication dtype."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ class RankComparison:
         channel: number of the message channel, part of each tag.
         buckets: buckets of the parameters.
         count: number of tags used so far.
-        order: launch order of buckets whose messages have no tags; None if all have.
+        order: launch order of buckets whose messages have no tags; None if all messages have tags.
         sent: bucket rows that this rank sent last.
         as_of: revision of the reducer at which `sent` was packed; -1: never.
     """

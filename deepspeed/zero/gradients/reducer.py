@@ -350,7 +350,7 @@ class Reducer:
 
         Args:
             bucket: bucket of the round.
-            exact: 1: in the accumulator's dtype; 0: in the communication dtype.
+            exact: 1: in the accumulator's dtype; 0: in the communication dtype (default: the group's dtype).
             factor: factor on the sum of a low-precision round, as on the other ranks.
         """
         low = self.settings.comm_dtype or bucket.group.dtype

@@ -72,7 +72,7 @@ class Placement:
         cuts: segments of each dimension that is split.
         relations: relation by name of the mesh axis. Default: SHARDED_STATE along data-parallel axes; SHARD along `tp`
             with `cuts`, else REPLICATE; ABSENT along `pp`.
-        stages: pipeline stages that have a copy of a tied weight, if known; empty: `find_tied` finds the stages.
+        stages: known pipeline stages that have a copy of a tied weight; `find_tied` adds the stages that it finds.
         ep: expert-parallel size: number of ranks over which the layer's experts are divided; 1: no division.
     """
 

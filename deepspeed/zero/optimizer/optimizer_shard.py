@@ -333,7 +333,7 @@ class OptimizerShard:
         Args:
             leaf: parameter of the inner optimizer.
             key: name of the state tensor.
-            changed: whether it is written.
+            changed: whether the tensor is written.
         """
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]

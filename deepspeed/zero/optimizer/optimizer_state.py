@@ -226,7 +226,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
-        """Return the state of each leaf of this rank with state, as a dict by name."""
+        """Return a list with the state, by name, of each leaf of this rank that has state."""
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def follow(owner: Owner) -> None:
 def adopt(owner: Owner) -> OptimizerState:
     """Convert `state` of the inner optimizer to an `OptimizerState`, unless it is one already.
 
-    `load_state_dict` and user code may have replaced `state` by a plain dict. Nested optimizers store theirs in it.
+    `load_state_dict` and user code may have replaced `state` by a plain dict. Nested optimizers share the new state.
 
     Args:
         owner: sharded optimizer.

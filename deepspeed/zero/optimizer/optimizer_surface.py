@@ -1,4 +1,4 @@
-"""Public attributes of `engine.optimizer`, except `step`, `backward` and state dicts.
+"""Public attributes of `engine.optimizer`, except those of `ZeroOptimizer` itself.
 
 The inner optimizer is the torch optimizer of the user; its parameters, called leaves, are views of the shards.
 """
@@ -43,7 +43,7 @@ class OptimizerSurface:
     """Public attributes of the ZeRO optimizer, with the names of upstream DeepSpeed's optimizers.
 
     Attributes:
-        nccl_start_alignment_factor: alignment of shards for NCCL, in elements; always 1, since NCCL needs none.
+        nccl_start_alignment_factor: alignment of shards for NCCL, in elements; always 1 (no alignment).
     """
 
     reducer: Reducer

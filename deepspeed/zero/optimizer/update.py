@@ -76,7 +76,7 @@ class UpdateStep:
             shard.bucket.total.prefetch()
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """Return a profiler span for the update, named after the group if a single one is offloaded to disk."""
+        """Return a profiler span for the update, named after the group of a wave with one group, offloaded to disk."""
         if not recorder.on:
             return contextlib.nullcontext()
         alone = self.shards[0].group if len(self.shards) == 1 else None
@@ -84,7 +84,7 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Return a context in which the state is in memory and the leaves have gradients.
+        """Return a context in which the state is in memory and the leaves (or a CPU optimizer's folds) have gradients.
 
         Args:
             optimizer: inner optimizer.
@@ -234,7 +234,7 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and start the all-gathers of the updated parameters, on all ranks.
+    """Run the inner optimizer over all waves and start the all-gathers of parameters. All ranks must call this.
 
     Args:
         optimizer: inner optimizer.
@@ -342,7 +342,7 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Round master weights to the model's dtype and start the all-gathers (stages 1 and 2), on all ranks.
+    """Round master weights to the model's dtype and start the all-gathers (stages 1 and 2). All ranks must call this.
 
     Args:
         groups: updated groups.

@@ -77,7 +77,7 @@ class PartitionedParameterProfiler:
             num_elem: number of elements to add to its total.
 
         Raises:
-            UsageError: no event of that name was started.
+            UsageError: no event of that name is running.
         """
         if self.timers is None:
             return

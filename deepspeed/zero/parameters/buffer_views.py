@@ -144,7 +144,7 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Return whether tensors of other code share the memory, so that writes to it must be detected."""
+        """Return whether more tensors share the memory than the minimum of all calls, so that writes must be detected."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
@@ -202,7 +202,7 @@ class BufferViews:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """Update the copies of values, where there are some, after new values were written to the buffer.
+        """Update the snapshots of parameters that have one, after new values were written to the buffer.
 
         Args:
             members: parameters with new values; None: all.

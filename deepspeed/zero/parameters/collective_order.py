@@ -112,10 +112,10 @@ class GatherOrder:
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a forward pass; compare over ranks if the kind changes or the last pass had too few all-gathers.
+        """Begin a forward pass; compare over ranks if the kind changes, or if the last pass was shorter than usual.
 
         Args:
-            kind: key by which the pass is compared with the last one of its kind.
+            kind: key of the pass; all-gathers are compared with those of the last pass with the same key.
 
         Raises:
             OrderError: other ranks do not begin a pass here; on all ranks.

@@ -193,7 +193,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """Create a `ShardGroup` on all its ranks; parameters that `zero.Init` has sharded are gathered first.
+    """Create a `ShardGroup`, and first gather parameters that `zero.Init` has sharded. All its ranks must call this.
 
     Args:
         ranks: ranks of the group.

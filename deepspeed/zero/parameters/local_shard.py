@@ -268,7 +268,7 @@ class LocalShard(DeferredAllGather):
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """Return the tensor of which the optimizer's leaves are views; None for a frozen group without one."""
+        """Return the tensor of which the optimizer's leaves are views; None for a frozen group in another tier."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:

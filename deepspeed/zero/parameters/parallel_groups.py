@@ -306,7 +306,7 @@ def find_tied(
 
 
 def _compare(first: tuple[int, Sequence[Any]], other: tuple[int, Sequence[Any]]) -> None:
-    """Raise MeshError if two ranks have different parameters; each argument is a rank with its rows."""
+    """Raise MeshError if two ranks have different parameters; arguments: (rank, rows of (name, shape, dtype, tied))."""
     for a, b in itertools.zip_longest(first[1], other[1]):
         if a != b:
             (name, shape, dtype, _), rank = (a, first[0]) if a else (b, other[0])

@@ -217,7 +217,7 @@ class ShardedParameter(_Freed, ManagedParameter):
 class StandIn(_Freed):
     """Sharded tensor without memory: result of `detach()`, and value of `state_dict()`, for a sharded parameter.
 
-    An access to the storage uses an unsharded copy of the values; it raises if the copy needs a collective.
+    `data_ptr` and the storage functions use an unsharded copy of the values, or raise if the copy needs a collective.
     """
 
     _ds_member: ParamRecord
@@ -234,7 +234,7 @@ class StandIn(_Freed):
         return True
 
     def copied(self) -> torch.Tensor | None:
-        """Return the copy of the values; None if there is none, or the parameter or the copy has changed since."""
+        """Return the copy of the values; None if there is none, or the group or the copy has changed since."""
         changes, version, copied = self._ds_copy or (-1, 0, self)
         return copied if changes == self._ds_member.group.changes and _version_of(copied) == version else None
 
@@ -415,7 +415,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 @outside_transforms
 def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
-    """Return an unsharded copy, differentiable if gradients are enabled; collective as `ParamRecord.dense`."""
+    """Return an unsharded copy of `value`, differentiable if gradients are enabled; collective as `member.dense`."""
     copied = value.copied() if isinstance(value, StandIn) else None
     copied = member.dense() if copied is None else copied
     if isinstance(value, _Freed) and value.requires_grad and torch.is_grad_enabled():
@@ -478,7 +478,7 @@ def _feed_parameters() -> None:
 
 
 def manage(param: Parameter, member: ParamRecord) -> None:
-    """Make a parameter a `ManagedParameter` with this record."""
+    """Make a parameter a `ManagedParameter` with the record `member`."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]

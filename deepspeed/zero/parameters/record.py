@@ -249,7 +249,7 @@ class ParamRecord:
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def under(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a sharded parameter or stand-in: the placeholder; the view of the buffer if `saved`."""
+        """Return the data of a sharded parameter (if `saved`: its view of the buffer) or stand-in: the placeholder."""
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:

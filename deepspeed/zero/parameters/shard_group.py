@@ -445,7 +445,7 @@ class ShardGroup(LocalShard):
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """Start the all-gather after a step, on all ranks (stages 1 and 2); return None if none is needed."""
+        """Start the all-gather after a step (stages 1 and 2); None if none is needed. All ranks must call this."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
