@@ -1,7 +1,7 @@
 """`zero.Init`: context in which each module's parameters are sharded as soon as they are created.
 
 In the context, the `__init__` of each nn.Module subclass is wrapped and ends by sharding the parameters that it
-created, with the values of rank 0. At first each parameter is a group of its own; `initialize` later moves the
+created, with the values of the first rank. At first each parameter is a group of its own; `initialize` later moves the
 parameters into their final groups, one group at a time.
 """
 

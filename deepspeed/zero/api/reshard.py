@@ -1,7 +1,7 @@
 """Resharding of parameters of `zero.Init` over other ranks, one parameter at a time.
 
 `zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to the ranks of its
-own stage, so a rank never has more in memory than the parameters of its stage and its shards of the others.
+own stage. A rank has in memory the parameters of its stage, its shards of the others, and one parameter in transit.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A window is the sequence of micro-batches between two optimizer updates. The engine or the pipeline schedule owns one
 `AccumulationWindow` and reports each backward pass and the end of each micro-batch to it. From the window, the gradient
 reducer (`zero/gradients/reducer`) reads the factor of a gradient and whether to reduce it now, and the optimizer reads
-the divisor of the sum.
+the factor on the sum.
 
 [Note: agreement] Counts, accumulation boundary, loss weighting, loss scale and hyperparameters are set on each rank
 separately. `Reducer.finish` exchanges them in the message that it sends anyway. If they differ, every rank raises the

@@ -1,4 +1,4 @@
-"""ZeRO optimizer: runs any torch optimizer on this rank's shards of the master weights.
+"""ZeRO optimizer: runs a torch optimizer on this rank's shards of the master weights.
 
 The optimizer that the user passed is called the inner optimizer. Its parameter groups contain leaves: one tensor per
 parameter, a view of this rank's shard of the master weights.

@@ -144,7 +144,7 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Return whether more tensors share the memory than the minimum of all calls, so that writes must be detected."""
+        """Return whether more tensors share the memory than the minimum so far, so that writes must be detected."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
