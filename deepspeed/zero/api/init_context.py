@@ -320,7 +320,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """Run `Module.apply` with gathered parameters, and broadcast the changes of each parameter's first rank."""
+    """Run `Module.apply` with gathered parameters, and broadcast the first rank's changes. All ranks must call this."""
     for child in self.children():
         child.apply(fn)
     by_rank: dict[int, list[torch.Tensor]] = {}

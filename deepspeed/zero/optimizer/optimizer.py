@@ -260,7 +260,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """Allocate master weights, leaf and gradient accumulator of a parameter that was unfrozen."""
+        """Allocate master weights and gradient accumulator of an unfrozen parameter, and set the data of its leaf."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)

@@ -3,8 +3,8 @@
 [Note: state by parameter] The inner optimizer runs on leaves, so its state has leaves as keys. Code that resets, prunes
 or copies state (ReLoRA, merges of adapters, rollbacks) has the model's parameters. `OptimizerState` accepts both: a
 leaf is a plain dict key, a parameter selects the state of its leaf, and iteration yields parameters, except while the
-optimizer itself runs or saves. A rank without elements of a parameter returns entries with the same names as other ranks, so
-that code which depends on them takes the same decisions on all ranks.
+optimizer itself runs or saves. A rank without elements of a parameter returns entries with the same names as other
+ranks, so that code which depends on them takes the same decisions on all ranks.
 """
 
 from __future__ import annotations

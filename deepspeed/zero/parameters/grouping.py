@@ -201,7 +201,7 @@ def build_group(
         params: parameters of the group.
         names: names of all parameters.
         plan: constraints of the layout.
-        dtypes: compute dtype, and dtype of the master weights (None: no separate ones).
+        dtypes: compute dtype, and dtype of the master weights (None: no master weights).
         tiers: storage tiers; None: the device.
     """
     away = tiers is not None and tiers.parameters is not RESIDENT

@@ -347,7 +347,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """Update the full buffer after the shards have changed, if the group is in use or other code has views of it.
+        """Update a full buffer in use or viewed by other code to new shards; else reshard. All ranks must call this.
 
         Raises:
             ShardedParameterError: other code has a view, whose update needs a collective (`check_no_stale_views`).
