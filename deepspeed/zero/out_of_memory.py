@@ -36,7 +36,7 @@ def raise_if_exhausted(doing: str, error: BaseException) -> None:
         error: error that was caught.
 
     Raises:
-        MemoryExhaustedError: `is_exhaustion(error)`, unless it is a MemoryExhaustedError already.
+        MemoryExhaustedError: `is_exhaustion(error)`, and `error` is not a MemoryExhaustedError.
     """
     if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
@@ -44,7 +44,7 @@ def raise_if_exhausted(doing: str, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def behind(error: BaseException | None) -> Iterator[None]:
-    """Suppress out-of-memory errors of the `with` block if `error` is a MemoryExhaustedError (used for clean-up)."""
+    """Suppress out-of-memory RuntimeErrors of the `with` block if `error` is a MemoryExhaustedError (for clean-up)."""
     try:
         yield
     except RuntimeError as trouble:
@@ -53,7 +53,7 @@ def behind(error: BaseException | None) -> Iterator[None]:
 
 
 def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
-    """Build the error that suggests offload settings; see `raise_if_exhausted` for the arguments."""
+    """Return the error that suggests offload settings; see `raise_if_exhausted` for the arguments."""
     return MemoryExhaustedError(
         f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
         f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
@@ -63,7 +63,7 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
 
 
 def _advice_on_pieces() -> str:
-    """Return advice for the message if fragmentation leaves much of torch's reserved device memory unused, else ""."""
+    """Return advice if much reserved CUDA memory is unused and `expandable_segments` is not set, else ""."""
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -19,13 +19,13 @@ class GatheredParameters:
     """Context in which sharded parameters are gathered on every rank. All ranks with the parameters must enter it.
 
     Args:
-        params: parameter, or iterable of parameters; None and parameters without an engine are ignored.
+        params: parameter, or iterable of parameters; None and parameters without engine or `zero.Init` are ignored.
         modifier_rank: global rank whose in-place changes are broadcast on exit; None: changes are lost at stage 3.
-        fwd_module: module that uses the parameters of other modules: its forward gathers them from now on.
+        fwd_module: module of which each later forward gathers the parameters, as in `register_external_parameter`.
         enabled: if False, the context does nothing.
 
     Raises:
-        ArgumentError: `params` is not made of tensors, or (on entry) `modifier_rank` has no shard of them.
+        ArgumentError: an entry of `params` is no tensor, or (on entry) `modifier_rank` does not have the parameters.
 
     Example:
         >>> with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
@@ -101,11 +101,11 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that a module uses a parameter of another module, so that its forward gathers the parameter.
+    """Declare that `module` uses a parameter of another module, so that the forward of `module` gathers it.
 
     Args:
         module: module that uses the parameter in its forward.
-        parameter: parameter of another module; no effect if it is not sharded.
+        parameter: parameter of another module; no effect unless a stage-3 engine has sharded the parameter.
 
     Raises:
         ArgumentError: `parameter` is not a `torch.nn.Parameter`.

@@ -1,8 +1,8 @@
 """`zero.Init`: context in which each module's parameters are sharded as soon as they are created.
 
 In the context, the `__init__` of each nn.Module subclass is wrapped and ends by sharding the parameters that it
-created, with the values of rank 0. At first each parameter is a group of its own; `initialize` later moves the
-parameters into their final groups, one at a time.
+created, with the values of the first rank. At first each parameter is a group of its own; `initialize` later moves the
+parameters into their final groups, one group at a time.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Patches:
         self._constructors: dict[str, Any] = {}
 
     def apply(self, wraps_apply: bool, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Wrap `__init__` of all module classes, including those defined later in the context, and constructors.
+        """Wrap `__init__` of all module classes, also of those defined later, and the tensor constructors of torch.
 
         Args:
             wraps_apply: also replace `nn.Module.apply`, so that it gathers parameters.
-            dtype: dtype of the parameters; None: that of the model.
+            dtype: passed to `zero_wrapper_for_fp_tensor_constructor`.
             device: default device of new tensors.
         """
 
@@ -203,7 +203,7 @@ class Init:
 
     @staticmethod
     def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
-        """Return the storage tier of the shards."""
+        """Return the storage tier of the shards; raises ArgumentError as `Init`."""
         section = config.zero.offload_param if config is not None else None
         where = remote_device or (section.device if section is not None else "none")
         if where in ("none", get_accelerator().device_name()) and where != "cpu":
@@ -263,7 +263,7 @@ class Init:
                 self._shard_parameters(child)
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters of `module` without those of its children, and broadcast its buffers from rank 0.
+        """Shard `module`'s own parameters, and broadcast its own buffers from the first rank. All ranks must call this.
 
         Raises:
             UsageError: a parameter is on the meta device.
@@ -320,7 +320,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """Run `Module.apply` with gathered parameters, and broadcast the changes of each parameter's first rank."""
+    """Run `Module.apply` with gathered parameters, and broadcast the first rank's changes. All ranks must call this."""
     for child in self.children():
         child.apply(fn)
     by_rank: dict[int, list[torch.Tensor]] = {}
@@ -337,8 +337,8 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather a sharded parameter, write to it, and broadcast the first rank's values. All ranks must call this.
 
-    Used when a module initializes parameters of its children. A write to a view is possible too, such as that of
-    Transformers to the padding row of an embedding.
+    Used when a module initializes parameters of its children. A write to a view is possible too (Transformers writes to
+    the padding row of an embedding), but raises ShardedParameterError for a view of values in another dtype.
 
     Args:
         name: name of the operation.

@@ -280,7 +280,7 @@ def _written(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Return whether some elements are unwritten: NaN in floats; in integers, the fill value at the same version."""
+    """Return whether some float is NaN, or all integers still have the fill value at the same version."""
     written = _written(tensor)
     if written is not None:
         return not written.all()

@@ -29,7 +29,7 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of training state on one rank; each dict has the places `DEVICE`, `HOST` and `NVME` as keys.
+    """Bytes of training state on one rank; the keys of the dicts are places: `DEVICE`, `HOST` or `NVME`.
 
     Args:
         params: bytes of the parameters.
@@ -93,7 +93,7 @@ class GroupState:
     def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
         """Return the bytes of the group's state.
 
-        Parameters with the dtype of the master weights need no separate ones if both are stored in the same place.
+        Parameters with the dtype of the master weights need no master weights if both are stored in the same place.
 
         Args:
             optimizer: place of the optimizer state.
@@ -122,9 +122,9 @@ def state_bytes(
     """Return the bytes of training state per model parameter on each rank, with Adam and fp32 accumulators.
 
     In bf16 or fp16, a parameter takes 2 bytes, its optimizer state 12 (fp32 master weight and two moments) and its
-    gradient 4. In fp32, it takes 4 bytes, its optimizer state 8 (two moments) and its gradient 4. Stage 1 divides the
-    optimizer state by `world`, stage 2 also the gradients, stage 3 also the parameters. At stage 1 the gradients are
-    divided too, unless they are accumulated.
+    gradient 4. In fp32, it takes 4 bytes, its optimizer state 8 (two moments; 12 in another place) and its gradient 4.
+    Stage 1 divides the optimizer state by `world`, stage 2 also the gradients, stage 3 also the parameters. At stage 1
+    the gradients are divided too, unless they are accumulated.
 
     Args:
         stage: 0 to 3 (`zero_optimization.stage`).
@@ -149,7 +149,7 @@ def state_bytes(
 
 
 def _sharing(ranks: int, model_parallel: int) -> int:
-    """Return the number of ranks over which the state of one model slice is sharded."""
+    """Return the number of ranks per model slice; raises ArgumentError if `model_parallel` does not divide them."""
     if model_parallel < 1 or ranks % model_parallel:
         raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
     return ranks // model_parallel

@@ -1,7 +1,7 @@
 """Resharding of parameters of `zero.Init` over other ranks, one parameter at a time.
 
 `zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to the ranks of its
-own stage, so a rank never has more in memory than the parameters of its stage and its shards of the others.
+own stage. A rank has in memory the parameters of its stage, its shards of the others, and one parameter in transit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def is_sharded_by_init(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is sharded, as by `zero.Init`."""
+    """Return whether any parameter of a model belongs to `zero.Init` or an engine."""
     return any(is_managed(param) for param in model.parameters())
 
 

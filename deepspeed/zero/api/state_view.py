@@ -1,6 +1,6 @@
 """Training state of an engine as named ranges of elements, for checkpoints.
 
-Checkpoints access parameters, optimizer state and gradients only by this module, which hides how they are stored.
+Checkpoints access parameters, optimizer state and gradients through this module, which hides their storage.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class StateRange:
 
     Args:
         name: name of the parameter or buffer.
-        box: region of the unsharded tensor of which this rank has the flattened elements.
+        box: region of the global tensor that this rank's tensor covers; see `Region`.
         start: index of the first element in the flattened region.
         stop: index after the last element.
         dtype: dtype of the elements.
-        values: returns the 1-D values without a copy, so that writes persist.
+        values: returns the 1-D values without a copy, so that writes persist (but see `StateView.write_back`).
         hold: context in which `values` may be called and its result used; None: the values are in memory.
     """
 
@@ -90,7 +90,7 @@ class WindowView:
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients were accumulated since the last update; the result is the same on all ranks."""
+        """Return whether gradients were accumulated since the last update."""
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
@@ -216,7 +216,7 @@ class PlacedView:
 
     @property
     def cut(self) -> bool:
-        """Return whether this rank has only a tensor-parallel slice of any parameter or buffer."""
+        """Return whether this rank has only a slice of any parameter or buffer."""
         return any(not self.box(name).whole for name in self._tensors)
 
     def alone_along(self, name: str) -> frozenset[str]:
@@ -340,7 +340,7 @@ class StateView(WindowView, PlacedView):
     # -- ranges -------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Return a range of a parameter's master weights; the elements [start, stop) must be on this rank."""
+        """Return elements [start, stop) of a flattened parameter's master weights, which must be on this rank."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
@@ -443,7 +443,7 @@ class StateView(WindowView, PlacedView):
         return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
-        """Set the optimizer state of a fragment, including entries of pruning masks; an empty dict removes it."""
+        """Set the optimizer state of a fragment, and its pruning masks if there are any; an empty dict removes it."""
         if self.optimizer is None:
             return
         masks = self.optimizer.masks
@@ -463,7 +463,7 @@ class StateView(WindowView, PlacedView):
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Share step counters and names of state entries over the ranks; see `ZeroOptimizer.share_counters`."""
+        """Share step counters over all ranks, which must call this; see `ZeroOptimizer.share_counters`."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 

@@ -1,8 +1,8 @@
 """Access to the training state of a parameter: `safe_get_*` and `safe_set_*`.
 
 All functions for full tensors are collective over the ranks with shards or tensor-parallel slices of the parameter.
-Gradients exist between backward and step. For a parameter without an engine, getters return None (`safe_get_full_grad`:
-`param.grad`), and setters raise (`safe_set_local_fp32_param`: no effect).
+Gradients exist between backward and step. For an ordinary parameter, without engine or `zero.Init`, getters return None
+(`safe_get_full_grad`: `param.grad`), and setters raise (`safe_set_local_fp32_param`: no effect).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Access:
         """Return the access and this rank's slice of a value of the unsharded shape; padding is zero.
 
         Raises:
-            ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+            ArgumentError: the parameter belongs to no engine or `zero.Init`, or the shape is wrong.
         """
         access = cls.to(param)
         if access is None:
@@ -114,7 +114,7 @@ def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str)
     Args:
         axis: process group of the ranks with slices.
         box: region of the unsharded tensor that this rank has.
-        local: tensor with the elements of the region; None: zeros.
+        local: tensor with the elements of the region; None: this rank has none; zeros if another rank has some.
         label: name of the collective for messages.
 
     Returns:
@@ -150,7 +150,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
     Returns:
         float32 tensor of the unsharded shape; None if no optimizer updates the parameter. Slices that are marked only
-        by Megatron's attributes (`zero/layout/placement`) are not joined, since their position is unknown.
+        by Megatron's attribute `tensor_model_parallel` are not joined, since their position is unknown.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:
@@ -168,8 +168,8 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: parameter of an engine's model.
 
     Returns:
-        float32 tensor of the unsharded shape; None if there is no gradient. It is the mean since the last update,
-        without the loss scale; at stages 0 and 1, until the last micro-batch, it is the gradient of this rank only.
+        float32 tensor of the unsharded shape, accumulated since the last update, without the loss scale; at stages 0
+        and 1, until the last micro-batch, the part of this rank only. None if there is no gradient.
     """
     access, gradient = _Access.to(param), param.grad
     if access is None:
@@ -213,7 +213,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
         value: floating-point tensor of the unsharded shape, equal on all ranks.
 
     Raises:
-        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        ArgumentError: the parameter belongs to no engine or `zero.Init`, or the shape is wrong.
     """
     access, value = _Access.with_value(param, value)
     access.member.group.write(access.member, value)
@@ -228,7 +228,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         value: floating-point tensor of the unsharded shape, equal on all ranks; scaled like `safe_get_full_grad`.
 
     Raises:
-        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        ArgumentError: the parameter belongs to no engine or `zero.Init`, or the shape is wrong.
         UsageError: the parameter is frozen.
     """
     _, param.grad = _Access.with_value(param, value)
@@ -243,7 +243,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
 
     Raises:
-        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        ArgumentError: the parameter belongs to no engine or `zero.Init`, or the shape is wrong.
         UsageError: there is no such state (before the first step, there is none).
     """
     access, value = _Access.with_value(param, value)
@@ -283,7 +283,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
     Returns:
         1-D tensor in the dtype of the master weights, a view if the accumulator is in memory and has this dtype; None
-        if there is no gradient, or this rank has no elements.
+        if the engine has no gradients, or this rank has no elements of the parameter.
 
     Raises:
         UsageError: ranks disagree about the gradients; see `Reducer.finish`.
@@ -371,7 +371,7 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
         optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
 
     Raises:
-        ArgumentError: the parameter belongs to no engine.
+        ArgumentError: the parameter belongs to no engine or `zero.Init`.
         UsageError: there is no such state.
     """
     access = _Access.to(param)

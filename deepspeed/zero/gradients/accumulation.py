@@ -3,7 +3,7 @@
 A window is the sequence of micro-batches between two optimizer updates. The engine or the pipeline schedule owns one
 `AccumulationWindow` and reports each backward pass and the end of each micro-batch to it. From the window, the gradient
 reducer (`zero/gradients/reducer`) reads the factor of a gradient and whether to reduce it now, and the optimizer reads
-the divisor of the sum.
+the factor on the sum.
 
 [Note: agreement] Counts, accumulation boundary, loss weighting, loss scale and hyperparameters are set on each rank
 separately. `Reducer.finish` exchanges them in the message that it sends anyway. If they differ, every rank raises the
@@ -158,7 +158,7 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """Return the factor by which a gradient of this pass is multiplied when it is accumulated."""
+        """Return the factor by which gradients of the backward pass `of` are multiplied when they are accumulated."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
@@ -168,7 +168,7 @@ class AccumulationWindow:
 
     @property
     def travel_factor(self) -> float:
-        """Return the factor of the last backward pass; used when sums are cast to the communication dtype."""
+        """Return the factor of the last scaled backward pass (default: a mean), for casts to a communication dtype."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class AccumulationWindow:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the fp32 product of `loss` and the loss scale, on which the user calls `backward`.
 
-        Gradients of that backward pass, and no others, are divided by the loss scale when they are accumulated.
+        Gradients of that backward pass are divided by the loss scale when they are accumulated.
         """
         scaled_loss = loss.float() * self.loss_scale
 
@@ -249,7 +249,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Reset weightings and item counts, but not the number of finished micro-batches."""
+        """Reset weightings and item counts to those of a current `weigh`; keep the number of finished micro-batches."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples

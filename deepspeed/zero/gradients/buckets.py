@@ -138,7 +138,7 @@ class Bucket:
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
     def prepare(self) -> None:
-        """Allocate the accumulators, if not done yet; called for the first trained parameter of the group."""
+        """Allocate the accumulators, if not done yet."""
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
@@ -153,7 +153,7 @@ class Bucket:
 
     @property
     def total(self) -> StoredTensor:
-        """Return the accumulator: the reduced sum of this rank's shard. Raises RuntimeError if the group is frozen."""
+        """Return the accumulator for the elements that this rank updates; RuntimeError if the group is frozen."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
@@ -162,7 +162,7 @@ class Bucket:
         """Add `scale` times the sum of `parts` to the accumulator, or overwrite an empty one.
 
         Args:
-            parts: one flat tensor per rank, of the accumulator's size.
+            parts: flat tensors of the accumulator's size.
             scale: factor on the sum.
 
         Returns:
@@ -347,7 +347,7 @@ def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
 
     Args:
         gradient: gradient of a parameter, of any layout.
-        dtype: dtype of the accumulator.
+        dtype: dtype of the round's buffer.
         padded: whether the parameter is stored with padding, which is not supported.
     """
     fits = dtype in (gradient.dtype, torch.float32)
@@ -358,7 +358,7 @@ def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: 
     """Add a row-sparse gradient to a part of an accumulator.
 
     Args:
-        place: dense tensor in the shape of the parameter.
+        place: dense tensor in the shape of the parameter, changed in place.
         gradient: sparse COO tensor for which `can_add` is true.
         factor: factor on the gradient.
         again: add to the values of `place`; False: overwrite them.

@@ -74,7 +74,7 @@ def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
         agreed: result of `Reducer.finish`, so that all ranks take the same decision.
 
     Returns:
-        Norm; None, on all ranks alike, if some rank does not have it.
+        Norm; None, on all ranks alike, if some rank does not have it or the model is split into slices or stages.
     """
     total = reducer.squares.total
     return _root(total) if agreed.known and total is not None and reducer.axes.whole_model_agrees else None
@@ -88,7 +88,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
     """Compute this rank's part of the sum of squares of each parameter's gradient, and cache the sums per bucket.
 
     Returns:
-        Sums by parameter name; 0 for a parameter with a gradient whose elements are all on other ranks.
+        Sums by parameter name, for `counted` buckets; 0 if a gradient's elements are all on other ranks.
     """
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
@@ -124,7 +124,7 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
         tags: two message tags, unique on the process group `dp_sp_group`.
 
     Returns:
-        Description with the parameter, its module and, with `ReduceSettings.watch_ranks`, the ranks that sent it.
+        Description with parameter, module and (with `watch_ranks`) sending ranks; or that all gradients are finite.
     """
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])

@@ -33,7 +33,7 @@ class RankComparison:
         channel: number of the message channel, part of each tag.
         buckets: buckets of the parameters.
         count: number of tags used so far.
-        order: launch order of buckets whose messages have no tags; None if all have.
+        order: launch order of buckets whose messages have no tags; None if all messages have tags.
         sent: bucket rows that this rank sent last.
         as_of: revision of the reducer at which `sent` was packed; -1: never.
     """
@@ -142,7 +142,7 @@ class GradAgreement:
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
-        """Return all comparisons (`of=None`), or a list with that of the ranks that have a parameter."""
+        """Return all comparisons (`of=None`), or a list with that of the ranks that have the parameter `of`."""
         if of is None:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
@@ -156,7 +156,7 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """All-gather the rows over the ranks of one comparison.
+        """All-gather the rows of one comparison. All its ranks must call this; OrderError as in `GatherOrder.meet`.
 
         Args:
             meeting: element of `meetings`.
@@ -182,7 +182,7 @@ class GradAgreement:
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """Exchange errors over all tensor- and pipeline-parallel ranks, so that either all raise or none.
+        """Exchange errors over all ranks, so that either all raise or none. All ranks must call this.
 
         Args:
             trouble: error message of this rank; None: no error.

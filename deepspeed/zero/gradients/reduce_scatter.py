@@ -50,7 +50,7 @@ class GradReduceScatter:
         doorbell.groups.workers.add(self)  # `progress` runs whenever this rank waits, as peers may wait for its rounds
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return all transfer buffers, idle or in flight."""
+        """Return the idle transfer and receive buffers, and the transfer buffers in flight."""
         idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
@@ -78,7 +78,7 @@ class GradReduceScatter:
         return axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
-        """Wait until `numel` more elements fit into the in-flight limit."""
+        """Wait until `numel` more elements fit into the in-flight limit, but at most `_PATIENCE_S` for one round."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
             # A round shared by several pipeline stages cannot be waited for: they launch it later in their schedules.
@@ -219,7 +219,7 @@ class GradReduceScatter:
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
-        """Sum the contributions of all ranks for this rank's shard, and add the sum to the accumulator."""
+        """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
         if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(

@@ -102,10 +102,10 @@ class Reducer:
 
     Args:
         axes: process groups of the engine.
-        groups: sharded parameter groups, each of which gets one bucket.
+        groups: parameter groups, each of which gets one bucket.
         settings: settings of gradient reduction.
         window: gradient accumulation state.
-        on_complete: called with a group when all its gradients of a micro-batch have arrived, before the reduction.
+        on_complete: called with a group before the launch of a round with all its gradients; None: no callback.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class Reducer:
 
         Args:
             bucket: bucket of the round.
-            exact: 1: in the accumulator's dtype; 0: in the communication dtype.
+            exact: 1: in the accumulator's dtype; 0: in the communication dtype (default: the group's dtype).
             factor: factor on the sum of a low-precision round, as on the other ranks.
         """
         low = self.settings.comm_dtype or bucket.group.dtype
@@ -416,8 +416,8 @@ class Reducer:
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
         """Return a copy of a parameter's accumulated gradient; see `ManagedParameter.grad`.
 
-        Before the reduction this is this rank's gradient, afterwards the reduced one, which all ranks with the
-        parameter must request.
+        While micro-batches are summed before the reduction, this is the gradient of this rank. Otherwise the gradient
+        is reduced, and all ranks with the parameter must call this.
 
         Returns:
             Tensor in the parameter's shape, tracked so that in-place changes take effect; None if there is no gradient.

@@ -85,7 +85,7 @@ class ShardLayout:
         return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
-        """Return the shard boundaries within the flattened parameter `index`: rank r has [c[r], c[r + 1])."""
+        """Return the shard boundaries c within the flattened parameter `index`: rank r has [c[r], c[r + 1])."""
         offset, numel = self.offsets[index], self.numels[index]
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 

@@ -39,7 +39,7 @@ class Cut:
             padding, which has no gradient and does not count in norms, sizes or checkpoints.
 
     Raises:
-        ArgumentError: a segment exceeds the dimension.
+        ArgumentError: a segment is empty or exceeds the dimension.
     """
 
     dim: int
@@ -72,7 +72,7 @@ class Placement:
         cuts: segments of each dimension that is split.
         relations: relation by name of the mesh axis. Default: SHARDED_STATE along data-parallel axes; SHARD along `tp`
             with `cuts`, else REPLICATE; ABSENT along `pp`.
-        stages: pipeline stages that have a copy of a tied weight, if known; else ranks exchange this.
+        stages: known pipeline stages that have a copy of a tied weight; `find_tied` adds the stages that it finds.
         ep: expert-parallel size: number of ranks over which the layer's experts are divided; 1: no division.
     """
 

@@ -213,7 +213,7 @@ class RegionRange:
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """Yield the copies from a range of one region to a range of another; elements that only one has are skipped.
+    """Yield the copies from a range of one region to a range of another; elements in only one range are skipped.
 
     Args:
         source: range that a 1-D source tensor contains.

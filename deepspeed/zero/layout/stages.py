@@ -1,7 +1,7 @@
 """ZeRO stages: sharding of optimizer state, gradients and parameters.
 
 Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054. All other files use the policy of a stage instead of its number.
+arXiv:1910.02054.
 """
 
 from __future__ import annotations

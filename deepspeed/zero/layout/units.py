@@ -19,8 +19,8 @@ STANDS_FOR = "_stands_for"  # attribute of placeholders of other pipeline stages
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, such as its transformer layers, in its order.
 
-    These are modules marked as units, and children, with children of their own, of a ModuleList, Sequential or
-    ModuleDict that has several modules of the same class. Blocks within blocks are not returned.
+    These are modules marked as units, and modules in a ModuleList, Sequential or ModuleDict that have children and a
+    sibling of the same class. The root module, and blocks within blocks, are not returned.
     """
     blocks: list[nn.Module] = []
 
@@ -107,7 +107,7 @@ def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules as units by their qualified names; other arguments, result and errors as `set_z3_leaf_modules`."""
+    """Mark modules as units by qualified name; like `set_z3_leaf_modules`, so class names match too."""
     return set_z3_leaf_modules(model, module_names, raise_if_not_found)
 
 
@@ -123,7 +123,7 @@ def set_z3_leaf_modules_by_suffix(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks of `set_z3_leaf_modules`; arguments, result and errors as there."""
+    """Unmark the modules that `set_z3_leaf_modules` would mark, and return them; same arguments and errors."""
     wanted = list(classes_or_names)
     leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
     if not leaves and raise_if_not_found:

@@ -1,4 +1,4 @@
-"""ZeRO optimizer: runs any torch optimizer on this rank's shards of the master weights.
+"""ZeRO optimizer: runs a torch optimizer on this rank's shards of the master weights.
 
 The optimizer that the user passed is called the inner optimizer. Its parameter groups contain leaves: one tensor per
 parameter, a view of this rank's shard of the master weights.
@@ -82,7 +82,7 @@ class ZeroOptimizer(OptimizerSurface):
         traits: allowed ways to split the inner optimizer's update; None: any split.
 
     Raises:
-        OptimizerError: the inner optimizer has parameters that are not in the model, or a parameter twice.
+        OptimizerError: the inner optimizer, or one nested in it, has a parameter outside of the model, or one twice.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ZeroOptimizer(OptimizerSurface):
             traits: effects of the method; one that uses gradients runs as a complete `step`.
 
         Returns:
-            Result of the call.
+            Result of the call; None if the update was skipped.
 
         Raises:
             OptimizerError: the method uses gradients, and losses are scaled.
@@ -260,7 +260,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """Allocate master weights, leaf and gradient accumulator of a parameter that was unfrozen."""
+        """Allocate master weights and gradient accumulator of an unfrozen parameter, and set the data of its leaf."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
@@ -296,7 +296,7 @@ class ZeroOptimizer(OptimizerSurface):
                 optimizer computes gradients within its step.
             OptimizerError: the inner optimizer's groups have gained or lost parameters.
             LossScaleError: gradients overflowed at the minimum loss scale.
-            MemoryExhaustedError: optimizer state or update do not fit in memory.
+            MemoryExhaustedError: the optimizer state or the update does not fit in memory.
         """
         if self.traits.how.closure:
             steps = ", ".join(f"engine.optimizer.{name}()" for name in self.traits.methods)
@@ -418,7 +418,7 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _take_over_edits(self) -> None:
-        """Copy in-place changes that the user made to model parameters into the master weights."""
+        """Copy in-place changes that the user made to unsharded model parameters into the master weights."""
         for group in self._whole:
             group.wait()
         changed = [member for group in self._whole for member in group.edited_members()]
@@ -480,7 +480,7 @@ class ZeroOptimizer(OptimizerSurface):
     def share_counters(self) -> None:
         """Share step counters and the names of state entries with ranks that update no parameter of a group.
 
-        Collective: all ranks must call this. Does nothing if the inner optimizer counts steps without parameters.
+        Collective: all ranks must call this. Does nothing if `traits` show that no rank needs the counters of others.
         """
         if self.traits.counts_alone and self.traits.by_parameter:
             return
@@ -535,7 +535,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer.drop()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
-        """Call `engine.backward`.
+        """Call `engine.backward`, and return its result.
 
         Args:
             loss: scalar loss, not multiplied by the loss scale.
@@ -590,7 +590,7 @@ class ZeroOptimizer(OptimizerSurface):
             guard.remove()
 
     def destroy(self) -> None:
-        """Remove all hooks, and free shards, gradients and optimizer state."""
+        """Remove all hooks, and drop the optimizer state and the references to parameter groups."""
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()

@@ -68,7 +68,7 @@ class Fragment:
         """Return a copy of this fragment's part of the optimizer state of the whole parameter.
 
         Args:
-            state: entries by name; tensors of the parameter's shape are sliced, all others are copied.
+            state: entries by name; tensors of the parameter's shape are sliced, other tensors copied.
         """
         fragments = {}
         for key, value in state.items():
@@ -333,7 +333,7 @@ class OptimizerShard:
         Args:
             leaf: parameter of the inner optimizer.
             key: name of the state tensor.
-            changed: whether it is written.
+            changed: whether the tensor is written.
         """
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]

@@ -3,8 +3,8 @@
 [Note: state by parameter] The inner optimizer runs on leaves, so its state has leaves as keys. Code that resets, prunes
 or copies state (ReLoRA, merges of adapters, rollbacks) has the model's parameters. `OptimizerState` accepts both: a
 leaf is a plain dict key, a parameter selects the state of its leaf, and iteration yields parameters, except while the
-optimizer itself runs. A rank without elements of a parameter returns entries with the same names as other ranks, so
-that code which depends on them takes the same decisions on all ranks.
+optimizer itself runs or saves. A rank without elements of a parameter returns entries with the same names as other
+ranks, so that code which depends on them takes the same decisions on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def exists(self) -> bool:
-        """Return whether the optimizer has an entry for the parameter, on any rank."""
+        """Return whether the parameter has an entry (on other ranks, if this rank has no elements of it)."""
         if self._fragment is None:
             return self._member.uid in self._state.elsewhere
         return dict.__contains__(self._state, self._fragment.leaf)
@@ -98,7 +98,7 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """Return the entries on this rank, or those of another parameter as a template if it has no elements."""
+        """Return the entries; if this rank has no elements, those of another parameter as a template (or {})."""
         if self._fragment is not None:
             return dict.get(self._state, self._fragment.leaf, {})
         return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
@@ -143,7 +143,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
 
     def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """Return this rank's part of a value that is assigned to an entry."""
+        """Return this rank's part of an assigned value; UsageError for a state tensor of another parameter."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         live = self._entries.get(key)
@@ -226,7 +226,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
-        """Return the state of each leaf of this rank, by name."""
+        """Return a list with the state, by name, of each leaf of this rank that has state."""
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
 
     def views(self) -> list[ParamState]:
-        """Return the state of each parameter in the optimizer's groups, in their order, including empty ones."""
+        """Return the state of each parameter in the optimizer's groups, in their order, also where there is none."""
         owner = self._owner()
         params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
         return [view for view in map(self.view, params) if view is not None]
@@ -392,7 +392,7 @@ def follow(owner: Owner) -> None:
 def adopt(owner: Owner) -> OptimizerState:
     """Convert `state` of the inner optimizer to an `OptimizerState`, unless it is one already.
 
-    `load_state_dict` and user code may have replaced it by a plain dict. Nested optimizers get the same state.
+    `load_state_dict` and user code may have replaced `state` by a plain dict. Nested optimizers share the new state.
 
     Args:
         owner: sharded optimizer.

@@ -1,4 +1,4 @@
-"""Public attributes of `engine.optimizer`, except `step`, `backward` and state dicts.
+"""Public attributes of `engine.optimizer`, except those of `ZeroOptimizer` itself.
 
 The inner optimizer is the torch optimizer of the user; its parameters, called leaves, are views of the shards.
 """
@@ -43,7 +43,7 @@ class OptimizerSurface:
     """Public attributes of the ZeRO optimizer, with the names of upstream DeepSpeed's optimizers.
 
     Attributes:
-        nccl_start_alignment_factor: alignment of shards, in elements; always 1.
+        nccl_start_alignment_factor: alignment of shards for NCCL, in elements; always 1 (no alignment).
     """
 
     reducer: Reducer
@@ -145,7 +145,7 @@ class OptimizerSurface:
 
     @property
     def cpu_offload(self) -> bool:
-        """Return whether master weights are stored outside of the device, in host memory or on disk."""
+        """Return whether the master weights of any group are in host memory or on disk instead of the device."""
         return any(group.updated.memory is None or group.updated.memory.device != group.device for group in self.groups)
 
     @property
@@ -171,7 +171,7 @@ class OptimizerSurface:
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """Return, for each parameter group, one view of `bit16_groups_flat` per rank: the elements that it updates.
+        """Return, for each parameter group, one view of `bit16_groups_flat` per rank: the shard of that rank.
 
         Raises:
             NotAvailableError: at stage 3, where each rank has only a shard.
@@ -183,7 +183,7 @@ class OptimizerSurface:
         ]
 
     def update_lp_params(self) -> None:
-        """Round the master weights to the model's dtype and all-gather the parameters. All ranks must call this."""
+        """Round master weights to the model's dtype; at stages 1 and 2, all-gather them. All ranks must call this."""
         all_gather_updated(self.groups)
 
     def check_overflow(self, partition_gradients: bool = True) -> bool:

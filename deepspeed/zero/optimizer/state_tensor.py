@@ -232,7 +232,7 @@ class StateTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an elementwise operation on the local part; raise UsageError for any other, on every rank."""
+        """Run an elementwise operation on the local part, or return metadata; else raise UsageError, on every rank."""
         name, kwargs = name_of(func), kwargs or {}
         first = args[0] if args and isinstance(args[0], StateTensor) else None
         if first is not None:

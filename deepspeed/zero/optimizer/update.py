@@ -76,7 +76,7 @@ class UpdateStep:
             shard.bucket.total.prefetch()
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """Return a profiler span for the update, named after the group if a single one is offloaded to disk."""
+        """Return a profiler span for the update, named after the group of a wave with one group, offloaded to disk."""
         if not recorder.on:
             return contextlib.nullcontext()
         alone = self.shards[0].group if len(self.shards) == 1 else None
@@ -84,7 +84,7 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Return a context in which the state is in memory and the leaves have gradients.
+        """Return a context in which the state is in memory and the leaves (or a CPU optimizer's folds) have gradients.
 
         Args:
             optimizer: inner optimizer.
@@ -234,7 +234,7 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and start the all-gathers of the updated parameters.
+    """Run the inner optimizer over all waves and start the all-gathers of parameters. All ranks must call this.
 
     Args:
         optimizer: inner optimizer.
@@ -288,7 +288,7 @@ def update(
 def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
-    """Call a wrapped `step` once and run all waves inside; the last one runs in the inner `step` that it calls."""
+    """Call a wrapped `step` once and run all waves inside; the last wave runs in the `step` that the wrapper calls."""
     places = list[str]()  # progress of the inner step: "begun", "ended"
 
     def begins(*_: Any) -> None:  # the last pre-step hook
@@ -342,7 +342,7 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Round master weights to the model's dtype and start the all-gathers of the parameters.
+    """Round master weights to the model's dtype and start the all-gathers (stages 1 and 2). All ranks must call this.
 
     Args:
         groups: updated groups.
@@ -370,6 +370,6 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
 
 
 def all_gather_updated(groups: Sequence[ShardGroup]) -> None:
-    """Round the master weights of these groups to the model's dtype, and all-gather the parameters."""
+    """Round master weights to the model's dtype, all-gather (stages 1 and 2) and wait. All ranks must call this."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -77,7 +77,7 @@ class PartitionedParameterProfiler:
             num_elem: number of elements to add to its total.
 
         Raises:
-            UsageError: no event of that name was started.
+            UsageError: no event of that name is running.
         """
         if self.timers is None:
             return
@@ -108,7 +108,7 @@ class PartitionedParameterProfiler:
             model: engine or its module.
 
         Raises:
-            UsageError: none of the model's parameters is sharded.
+            UsageError: no parameter of the model is sharded by an engine.
         """
         groups = {param._ds_member.group for param in model.parameters() if is_managed(param)}  # type: ignore[attr-defined]
         hooks = {group.lifecycle for group in groups if isinstance(group.lifecycle, ModuleHooks)}

@@ -144,7 +144,7 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Return whether tensors of other code share the memory, so that writes to it must be detected."""
+        """Return whether more tensors share the memory than the minimum so far, so that writes must be detected."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
@@ -195,14 +195,14 @@ class BufferViews:
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
     def mark_data_exposed(self, member: ParamRecord) -> None:
-        """Record that `param.data` was read, and copy the values: writes through it change no version counter."""
+        """Record a read of `param.data`; at stage 3, copy gathered values, since writes change no version counter."""
         group, member.exposed = self._group, True
         self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """Update the copies of values, where there are some, after new values were written to the buffer.
+        """Update the snapshots of parameters that have one, after new values were written to the buffer.
 
         Args:
             members: parameters with new values; None: all.
@@ -212,14 +212,14 @@ class BufferViews:
                 member.snapshot = member.flat().clone()
 
     def written(self, member: ParamRecord) -> bool:
-        """Return whether the values of a parameter differ from their copy, because of a write through `param.data`."""
+        """Return whether a parameter differs from its `snapshot`, because of a write; False without a snapshot."""
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def check_no_unsaved_writes(self) -> None:
         """Check that no view of the resharded group was written to.
 
         Raises:
-            ShardedParameterError: one was. The view keeps its memory, and the group gets new memory.
+            ShardedParameterError: a view was written to. It keeps its memory, and the group gets new memory.
         """
         if not self.lent or self._gathered:
             return
@@ -251,7 +251,7 @@ class BufferViews:
         """Check that no view of other code needs a collective to get new values.
 
         Raises:
-            ShardedParameterError: one does, and the collective could not be run, since only this rank has the view.
+            ShardedParameterError: a group with trained parameters has such a view, and no one-sided all-gather.
         """
         group = self._group
         if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():

@@ -61,7 +61,7 @@ class LaunchOrder:
         """Launch all queued rounds; all ranks must have equal numbers of rounds per bucket.
 
         Args:
-            used: buckets of the next sequence; None: unchanged.
+            used: buckets of the next sequence; None: unchanged; empty: all trained buckets.
         """
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
@@ -112,10 +112,10 @@ class GatherOrder:
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a forward pass, and compare over ranks if it is of another kind than the last one.
+        """Begin a forward pass; compare over ranks if the kind changes, or if the last pass was shorter than usual.
 
         Args:
-            kind: key by which the pass is compared with the last one of its kind.
+            kind: key of the pass; all-gathers are compared with those of the last pass with the same key.
 
         Raises:
             OrderError: other ranks do not begin a pass here; on all ranks.
@@ -150,10 +150,10 @@ class GatherOrder:
         self._steps += 1
 
     def meet(self, what: str) -> None:
-        """Compare the number of all-gathers over ranks at a synchronization; `what` names it.
+        """Compare number and last group of the all-gathers at the synchronization `what`. All ranks must call this.
 
         Raises:
-            OrderError: the numbers differ; on all ranks.
+            OrderError: number or last group differ; on all ranks.
         """
         last = f", the last of {self._last}" if self._last else ""
         self.lockstep.compare(f"{what} after {self._count} gathers{last}")

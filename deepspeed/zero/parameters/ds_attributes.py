@@ -142,7 +142,7 @@ class ClientSurface:
                 group.reshard(edits_allowed=has_been_updated)
 
     def convert_to_zero_parameters(self, param_list: list[Any]) -> None:
-        """Shard ordinary parameters over the ranks of this one, which must all call this.
+        """Shard ordinary parameters over the ranks of this parameter, in place. All these ranks must call this.
 
         Args:
             param_list: parameters to shard, with the values of the first rank; sharded ones are ignored.

@@ -84,7 +84,7 @@ def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict
 
     Args:
         module: model.
-        extra: parameters of the optimizer; those that are not in the model get a number as name.
+        extra: parameters of the optimizer; those not in the model are named "optimizer parameter 0" etc., by index.
     """
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
@@ -137,7 +137,7 @@ def plan_groups(
         alone: parameters that only this rank has, such as experts, so that they need no all-gather.
 
     Returns:
-        Policy and parameters of each group.
+        Policy and parameters of each group. Below stage 3, parameters that are not updated are in no group.
     """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
@@ -193,7 +193,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """Create a `ShardGroup`; parameters that `zero.Init` has sharded are gathered and sharded again.
+    """Create a `ShardGroup`, and first gather parameters that `zero.Init` has sharded. All its ranks must call this.
 
     Args:
         ranks: ranks of the group.
@@ -201,7 +201,7 @@ def build_group(
         params: parameters of the group.
         names: names of all parameters.
         plan: constraints of the layout.
-        dtypes: compute dtype, and dtype of the master weights (None: no separate ones).
+        dtypes: compute dtype, and dtype of the master weights (None: no master weights).
         tiers: storage tiers; None: the device.
     """
     away = tiers is not None and tiers.parameters is not RESIDENT

@@ -45,7 +45,7 @@ class ArrivingParameter(ManagedParameter):
 
 
 def arrived(value: Any) -> Any:
-    """Wait for the all-gather of an `ArrivingParameter`; used before torch.func wraps it. Returns `value`."""
+    """Return `value`; if it is an `ArrivingParameter`, wait for its all-gather. Used before torch.func wraps it."""
     if isinstance(value, ArrivingParameter):
         value._ds_member.group.wait()
     return value
@@ -170,7 +170,7 @@ class LocalShard(DeferredAllGather):
     # -- copy of the shard into the full buffer -------------------------------------------------------------------
 
     def expect_own(self) -> None:
-        """Start to load the shard from its tier, directly into the full buffer if there is one CPU rank."""
+        """Start to load the shard from its tier; on a single CPU rank, directly into the full buffer if possible."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -209,7 +209,7 @@ class LocalShard(DeferredAllGather):
 
         Args:
             member: parameter.
-            values: all its elements, 1-D.
+            values: all elements of the parameter, 1-D.
         """
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
@@ -219,7 +219,7 @@ class LocalShard(DeferredAllGather):
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Copy the elements of a gathered parameter that differ from the rounded master weights into these."""
+        """Copy a gathered parameter's elements into the master weights where the rounded master weights differ."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -268,7 +268,7 @@ class LocalShard(DeferredAllGather):
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """Return the tensor of which the optimizer's leaves are views; None for a frozen group without one."""
+        """Return the tensor of which the optimizer's leaves are views; None for a frozen group in another tier."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
@@ -303,10 +303,10 @@ class LocalShard(DeferredAllGather):
         """Borrow a host buffer for rounded master weights, until `deliver_staged`.
 
         Args:
-            keeps: fill it with the present values, since the caller does not overwrite all elements.
+            keeps: fill it with the rounded master weights, since the caller does not overwrite all elements.
 
         Returns:
-            1-D tensor of the compute dtype; None if the optimizer state is not offloaded.
+            1-D tensor of the compute dtype; None without master weights, or if the optimizer state is not offloaded.
         """
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:

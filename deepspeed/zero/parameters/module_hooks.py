@@ -1,10 +1,10 @@
 """Module hooks that all-gather and reshard parameters in forward, backward and recomputation.
 
-[Note: units] A unit is a module whose groups are gathered before its forward: a repeated block (a child of a ModuleList
-or Sequential with siblings of its class), or, outside of blocks, each module with parameters. After forward, the limits
-decide whether a group is resharded. In backward, it is gathered when the gradient of the unit's outputs arrives, and
-resharded when the gradients of the unit's inputs (or of all its parameters) have arrived. Forward hooks that run within
-backward (activation checkpointing) do not reshard.
+[Note: units] A unit is a module whose groups are gathered before its forward: a repeated block (`layout/units`), or,
+outside of blocks, each module with parameters. After forward, the limits decide whether a group is resharded. In
+backward, a group is gathered when the gradient of the unit's outputs arrives, and released when the gradients of the
+unit's inputs (or of all its parameters) have arrived. Forward hooks that run within backward (activation checkpointing)
+do not reshard.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ModuleHooks:
         return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
 
     def attach(self) -> None:
-        """Register all hooks; after `detach`, again."""
+        """Register all hooks, at first or after `detach`."""
         vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
@@ -187,7 +187,7 @@ class ModuleHooks:
             self.units[module].remove(group)
 
     def used_outside(self, group: ShardGroup) -> None:
-        """Gather a group with the unit that is running, now and in later passes, since it was read in its forward."""
+        """Gather a group with the running unit in later passes, since the unit reads it; no effect without a unit."""
         if self.running:
             self.add_external(self.running[-1], group)
 
@@ -216,8 +216,8 @@ class ModuleHooks:
     def _run_alone(self, unit: nn.Module) -> None:
         """Begin a pass if necessary, for a unit that is called without a forward of the root module.
 
-        A pass begins with the first unit after a backward, with a unit that runs for the second time, or if gradients
-        are enabled or disabled.
+        A pass begins with the first unit, the first one after a backward or update, a unit that runs for the second
+        time, and the first unit after gradients were enabled or disabled.
         """
         if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
             if not torch.is_grad_enabled():
@@ -326,7 +326,7 @@ class ModuleHooks:
             self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
-        """Reshard units without differentiable inputs, when all gradients of their groups have arrived.
+        """End the backward of units that wait for the gradients of their parameters (`_Call.inputs` is 0).
 
         Args:
             group: group with complete gradients in this micro-batch.
@@ -362,7 +362,7 @@ class DeferredAllGatherHooks:
 
     Args:
         module: root module.
-        groups: parameter groups; those that are not communicated between devices are ignored.
+        groups: parameter groups; those without `overlaps_all_gather` are ignored.
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
@@ -379,7 +379,7 @@ class DeferredAllGatherHooks:
     def allowed(self) -> bool:
         """Return whether `step` may leave all-gathers unfinished on this rank, and register the hooks if so.
 
-        It may not if a module is compiled, since torch.compile does not support changes of a parameter's class.
+        If a module is compiled, remove the hooks: torch.compile does not support changes of a parameter's class.
         """
         for module in (self._module, *self._units):
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):

@@ -143,11 +143,11 @@ class GroupRanks:
     Args:
         shard: ranks over which the group's state is sharded.
         everyone: all ranks that have these parameters, with equal values.
-        copies: ranks with the same shard, over which its gradients are summed too; None: only this rank has it.
+        copies: ranks with the same shard, over which gradients are summed after `shard`; None: no second sum.
         counted: whether this rank's shard counts in norms; of equal shards, one does.
         first: whether this rank's shard is saved in checkpoints; of equal shards, one is.
         channels: message channels for `shard` and `copies`; None: opened by `open_channels`.
-        peers: by global rank, the ranks that `everyone` has there.
+        peers: ranks of `everyone` on each global rank, by that rank.
         slices: ranks with the other slices of the same tensors (tp, ep); None: the tensors are not sliced.
         across_stages: whether other pipeline stages have the parameters too (tied weights).
     """
@@ -306,7 +306,7 @@ def find_tied(
 
 
 def _compare(first: tuple[int, Sequence[Any]], other: tuple[int, Sequence[Any]]) -> None:
-    """Raise MeshError if two ranks have different parameters; each argument is a rank with its rows."""
+    """Raise MeshError if two ranks have different parameters; arguments: (rank, rows of (name, shape, dtype, tied))."""
     for a, b in itertools.zip_longest(first[1], other[1]):
         if a != b:
             (name, shape, dtype, _), rank = (a, first[0]) if a else (b, other[0])

@@ -1,11 +1,11 @@
 """Classes of parameters: gathered, or sharded with the unsharded shape and intercepted reads and writes.
 
 [Note: sharded parameters] When a group is resharded, its parameters stay the same objects with the same shape and
-dtype; only class and data change. The data is one NaN, expanded to the unsharded shape (so it needs no memory). The
-class is `ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes and accesses to the storage,
-and passes an unsharded copy to all other functions. The class of gathered parameters is `ManagedParameter`, which
-intercepts only `.data` and `.grad`, so that operations have no overhead. Views of a gathered parameter keep the memory
-allocated after resharding (`zero/parameters/buffer_views.py`).
+dtype; only class and data change. The data is one value (NaN, or the largest integer), expanded to the unsharded shape,
+so it needs no memory. The class is `ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes
+and accesses to the storage, and passes an unsharded copy to all other functions. The class of gathered parameters is
+`ManagedParameter`, without `__torch_function__`, so operations have no overhead. Views of a gathered parameter keep the
+memory allocated after resharding (`zero/parameters/buffer_views.py`).
 
 A stand-in is the result of `detach()` on a sharded parameter: a tensor that is sharded too.
 """
@@ -98,7 +98,7 @@ class _Guarded(torch.Tensor):
 
 
 class _Freed(_Guarded):
-    """Base class of sharded parameters and stand-ins. `set_` and `as_subclass` bypass `__torch_function__`."""
+    """Base class of sharded parameters and stand-ins; replaces methods that do not call `__torch_function__`."""
 
     __slots__ = ()
 
@@ -134,7 +134,7 @@ class ManagedParameter(ClientSurface, Parameter):
 
         Raises:
             ShardedParameterError: `swap_tensors` on a parameter that is sharded at stage 3.
-            UsageError: `swap_tensors` with a tensor of another class.
+            UsageError: `swap_tensors` with a tensor that is not an `nn.Parameter`.
         """
         if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
             member = self._ds_member
@@ -148,12 +148,12 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Return a copy of the gradient that was accumulated since the last optimizer step; None if there is none.
+        """Return a copy of the gradient accumulated since the last update; None if there is none.
 
-        It is the mean over ranks, or, at stages 0 and 1 before the last micro-batch, the gradient of this rank. Reading
-        a reduced gradient is collective: all ranks with the parameter must do so. In-place changes of the returned
-        tensor take effect at the next backward or `step`. If a tensor is changed after a later backward, `step` raises
-        a UsageError on all ranks.
+        At stages 0 and 1, before the last of several micro-batches, this is the gradient of this rank. Otherwise it is
+        reduced, and all ranks with the parameter must read it. In-place changes of the copy take effect at the next
+        backward or `step`; after a change later than that backward, `step` raises a UsageError on all ranks. Without an
+        engine, the gradient is that of torch, not a copy.
         """
         if TracingContext.try_get() is not None:  # the compiler reads it of each parameter; no collective for that
             return None
@@ -177,7 +177,7 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the values, as in torch. The next step compares them, since writes change no version counter."""
+        """Return the values, as in torch; they are compared later to detect writes, which change no version counter."""
         if "_ds_member" in vars(self):
             self._ds_member.group.buffer_views.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)
@@ -187,7 +187,7 @@ class ManagedParameter(ClientSurface, Parameter):
         _raw_data.__set__(self, value)
 
     def set_(self, *source: Any, **how: Any) -> Any:
-        """Set the storage, as in torch; does nothing for the present storage, which parametrizations set."""
+        """Set the storage, as in torch; no effect if storage, offset, shape, strides and dtype stay the same."""
         new = source[0] if len(source) == 1 and not how else None
         if new is self:
             return self
@@ -217,14 +217,14 @@ class ShardedParameter(_Freed, ManagedParameter):
 class StandIn(_Freed):
     """Sharded tensor without memory: result of `detach()`, and value of `state_dict()`, for a sharded parameter.
 
-    It gets an unsharded copy of the values when its storage is accessed, if that needs no collective.
+    `data_ptr` and the storage functions use an unsharded copy of the values, or raise if the copy needs a collective.
     """
 
     _ds_member: ParamRecord
     _ds_copy: tuple[int, int, torch.Tensor] | None = None  # `group.changes`, version of the copy, copy
 
     def keeps_copy(self) -> bool:
-        """Copy the present values of the parameter, unless this was done; returns False if it needs a collective."""
+        """Copy the parameter's present values unless a valid copy exists; return False if that needs a collective."""
         if self.copied() is None:
             member = self._ds_member
             if not member.group.reads_alone:
@@ -234,7 +234,7 @@ class StandIn(_Freed):
         return True
 
     def copied(self) -> torch.Tensor | None:
-        """Return the copy of the values; None if there is none, or the parameter or the copy has changed since."""
+        """Return the copy of the values; None if there is none, or the group or the copy has changed since."""
         changes, version, copied = self._ds_copy or (-1, 0, self)
         return copied if changes == self._ds_member.group.changes and _version_of(copied) == version else None
 
@@ -258,7 +258,7 @@ class ReadView(_Guarded):
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function; for the setter of a property, its name and "="."""
+    """Return the name of a torch function; for the setter or deleter of a property, its name and "="."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
@@ -292,7 +292,7 @@ def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
 
 
 def _reject_targets(name: str, targets: Any) -> None:
-    """Raise for a sharded tensor among the output arguments of an operation."""
+    """Raise ShardedParameterError if one of the output arguments of an operation is sharded or a `ReadView`."""
     for target in targets if isinstance(targets, (list, tuple)) else (targets,):
         if isinstance(target, _Guarded):
             reject_write(name, target._ds_member)
@@ -302,7 +302,8 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function with sharded tensors among its arguments; see [Note: sharded parameters].
 
     Raises:
-        ShardedParameterError: the function writes to a sharded tensor or accesses its storage.
+        ShardedParameterError: the function writes to a sharded tensor outside of `zero.Init`, or accesses its storage
+            (allowed for stand-ins that can be copied).
     """
     name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init passes a keyword argument
@@ -335,14 +336,14 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise for a write or storage access, but carry out writes of initializations within `zero.Init`."""
+    """Raise ShardedParameterError for a write or storage access; within `zero.Init`, carry out the write."""
     if init_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return init_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a move to a device, or an assignment to `data`, has no effect, as in `module.cpu()` on the CPU."""
+    """Return whether a move, cast or assignment to `data` has no effect, as in `module.cpu()` on the CPU."""
     if isinstance(first, ReadView):
         return False
     if name == "data=":
@@ -356,7 +357,7 @@ def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with unsharded copies; raise if it writes to one, and return views of them as `ReadView`."""
+    """Call `func` with unsharded copies, and return views of the copies as `ReadView`; reject writes to the copies."""
     copies: dict[int, tuple[torch.Tensor, ParamRecord, int]] = {}
 
     def dense(value: Any) -> Any:
@@ -414,7 +415,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 @outside_transforms
 def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
-    """Return an unsharded copy of a sharded parameter or stand-in, differentiable if gradients are enabled."""
+    """Return an unsharded copy of `value`, differentiable if gradients are enabled; collective as `member.dense`."""
     copied = value.copied() if isinstance(value, StandIn) else None
     copied = member.dense() if copied is None else copied
     if isinstance(value, _Freed) and value.requires_grad and torch.is_grad_enabled():
@@ -423,7 +424,7 @@ def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
 
 
 def dense_copy(tensor: Any) -> Any:
-    """Return a differentiable, unsharded copy of a sharded parameter or stand-in, and any other value unchanged."""
+    """Return an unsharded copy of a sharded parameter or stand-in (see `_read`), and other values unchanged."""
     if not isinstance(tensor, _Freed):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -477,7 +478,7 @@ def _feed_parameters() -> None:
 
 
 def manage(param: Parameter, member: ParamRecord) -> None:
-    """Make a parameter a `ManagedParameter` with this record."""
+    """Make a parameter a `ManagedParameter` with the record `member`."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class PrefetchLimits:
     """Limits of gathered parameters, in elements (not bytes).
 
     Args:
-        live: maximum number of gathered elements (`stage3_max_live_parameters`).
+        live: maximum number of gathered elements (`stage3_max_live_parameters`); running and next unit may exceed it.
         reuse: keep a group gathered if at most so many elements are used before its next use
             (`stage3_max_reuse_distance`).
         prefetch: maximum number of prefetched elements (`stage3_prefetch_bucket_size`); a single unit may exceed it;
@@ -136,7 +136,7 @@ class ModuleOrder:
         return None if place is None else self._last.before[place] - self._last.before[self._at]
 
     def is_invalid_trace(self) -> bool:
-        """Return whether no last pass is recorded (a method of upstream DeepSpeed that programs call)."""
+        """Return whether no last pass of this kind is recorded (a method of upstream DeepSpeed that programs call)."""
         return not self.known
 
     def _invalidate_trace(self) -> None:
@@ -201,7 +201,7 @@ class PrefetchScheduler:
             self._queue(group)
 
     def _queue(self, group: ShardGroup) -> None:
-        """Add a group to the heap of groups to prefetch if it is sharded, else to the heap of idle groups."""
+        """Add an unsharded group to the heap of idle groups; a sharded one to the heap to prefetch, if used again."""
         place = self.trace.place(group)
         if group.state is not State.SHARDED:
             heappush(self._idle, (-math.inf if place is None else -place, self._number[id(group)]))
@@ -277,7 +277,7 @@ class PrefetchScheduler:
         self.peak = max(self.peak, self._live)
 
     def _prefetch(self) -> None:
-        """Start the all-gathers of the next unit, whatever its size, and of later groups within the limits."""
+        """Start the all-gathers of the next unit (see `_prefetch_unit`), and of later groups within the limits."""
         if self.limits.prefetch <= 0 or not self._prefetch_unit():
             return
         for group in self._sharded_to_come():
@@ -292,7 +292,7 @@ class PrefetchScheduler:
             group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
-        """Start the all-gathers of the next unit if the groups in use leave room; returns whether none is missing."""
+        """Start the all-gathers of the next unit if the groups in use leave room; return False if they do not."""
         unit = self.trace.next_unit()
         missing = [g for g in unit if g.state is State.SHARDED]
         if not missing:
@@ -328,7 +328,7 @@ class PrefetchScheduler:
                 heappop(self._coming)
 
     def release(self, group: ShardGroup) -> None:
-        """Reshard a group that is not in use, unless its next use is near and the limits allow to keep it."""
+        """Reshard a group that is not in use, unless it is in the next unit, or the limits allow to keep it."""
         if group.users:
             return
         self._follow()

@@ -157,7 +157,7 @@ memories: set[int] = set()  # storages of the full buffers of all groups, by ide
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """Return the number of tensors on the storage of `tensor`, including itself."""
+    """Return the number of tensors on the storage of `tensor`, including `tensor`."""
     return references(tensor.untyped_storage()._cdata) - 1  # without the temporary storage object
 
 
@@ -198,7 +198,7 @@ class ParamRecord:
 
     @property
     def offset(self) -> int:
-        """Return the index of its first element in the group."""
+        """Return the index in the group of the parameter's first element."""
         return self.group.offsets[self.index]
 
     @property
@@ -212,7 +212,7 @@ class ParamRecord:
 
     @cached_property
     def padded(self) -> bool:
-        """Return whether the parameter's slice has padding, which is not part of the unsharded tensor."""
+        """Return whether this rank's slice of the global tensor has padding; see `Cut.segments`."""
         return any(cut.padding for cut in self.placement.cuts)
 
     def without_padding(self, values: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class ParamRecord:
             return self.param._version
 
     def lay_where_it_rests(self) -> None:
-        """Set the data of the sharded parameter to its placeholder (if autograd has saved it: to the full buffer)."""
+        """Set the data of the sharded parameter to the placeholder, or to its view of the full buffer; see `under`."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self.param, self.under(self.param))  # type: ignore[attr-defined]
 
@@ -242,14 +242,14 @@ class ParamRecord:
         return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
-        """Create the data of the sharded parameter: one NaN (integers: the maximum), expanded to the shape."""
+        """Create the placeholder of the sharded parameter: one NaN (integers: the maximum), expanded to the shape."""
         dtype = self.group.dtype
         integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         value = torch.iinfo(dtype).max if integral else torch.nan
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def under(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data that `tensor`, the sharded parameter or a stand-in of it, has."""
+        """Return the data of a sharded parameter (if `saved`: its view of the buffer) or stand-in: the placeholder."""
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
@@ -267,12 +267,12 @@ class ParamRecord:
             return own if values.memory is not None else own.clone()
 
     def copy_foreign_values(self) -> None:
-        """Copy values that were assigned by `param.data = …`, since they may share another parameter's memory."""
+        """Copy values that `param.data = …` has assigned, since they may share the memory of another parameter."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
 
     def warn_if_copied(self) -> None:
-        """Warn if values were assigned by `param.data = …` from a tensor that other code still has: it is copied."""
+        """Warn if `param.data = …` has assigned a tensor that other code still refers to: the values are copied."""
         with torch._C.DisableTorchFunctionSubclass():
             away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
             if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
@@ -284,7 +284,7 @@ class ParamRecord:
                 )
 
     def restore_view(self) -> None:
-        """Copy values that were assigned by `param.data = …` into the full buffer, and make it the data again.
+        """Copy values that `param.data = …` has assigned into the full buffer, and make its view the data again.
 
         Raises:
             UsageError: the assigned values have another shape or dtype.
@@ -313,9 +313,9 @@ class ParamRecord:
         return self.group.read(self)
 
     def shared_copy(self) -> torch.Tensor:
-        """Return an unsharded copy, the same for all calls until the parameter changes or the copy is deleted.
+        """Return an unsharded copy, the same for all calls until the group changes or the copy is deleted.
 
-        All names of a parameter in a state dict get the same copy.
+        All names of a parameter in a state dict get the same copy. Collective as `dense`.
         """
         changes, held = self._copy
         copied = None if changes != self.group.changes or held is None else held()

@@ -79,8 +79,8 @@ class Replaced:
         """Copy the values of tensors that replaced parameters into the original parameters, and put these back.
 
         Raises:
-            UsageError: a tensor has another shape or dtype, replaced a parameter at stage 3, or replaced a shared
-                parameter in some modules only.
+            UsageError: a tensor has another shape or kind of dtype, replaced a parameter at stage 3, or replaced a
+                shared parameter in some modules only.
         """
         while self._left:
             uid, (member, marks) = next(iter(self._left.items()))
@@ -109,7 +109,7 @@ class Replaced:
             self._take_over(places)
 
     def _take_over(self, places: list[tuple[Table, str, ParamRecord]]) -> None:
-        """Import the tensor that replaced one parameter in these places (table, name, parameter)."""
+        """Import the tensor that replaced one parameter in `places` (table, name, parameter); raises as `settle`."""
         member = places[0][2]
         param, tensors = member.param, [table[name] for table, name, _ in places]
         new, how = tensors[0], f"parameter '{member.name}' was replaced by another tensor after initialize"

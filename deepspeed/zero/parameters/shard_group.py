@@ -1,8 +1,8 @@
 """Group of parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
 
-[Note: one storage] The full buffer contains the group's concatenated, unsharded parameters. Its storage stays the same:
-resharding resizes it to zero bytes, and gathering resizes it back and fills it. While other code has a view of it, the
-storage is not resized; see `deepspeed/zero/parameters/buffer_views.py`.
+[Note: one storage] The full buffer contains the group's concatenated, unsharded parameters. Resharding resizes its
+storage to zero bytes, and gathering resizes the storage back and fills it. While other code has a view of the buffer,
+the storage is not resized; see `deepspeed/zero/parameters/buffer_views.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ShardGroup(LocalShard):
         layout: shard boundaries of the concatenated parameters.
         members: records of the parameters, in the order of the layout, with values in `param.data`.
         dtype: compute dtype, to which the values are cast; None: dtype of the parameters.
-        master: dtype of the master weights; None, or the compute dtype: the optimizer updates the values (unless their
-            storage tiers differ).
+        master: dtype of the master weights; None: no master weights. There are none either if this is the compute dtype
+            and values and optimizer state have the same storage tier.
         tiers: storage tiers; None: the device.
     """
 
@@ -167,7 +167,7 @@ class ShardGroup(LocalShard):
                 member.address = view.data_ptr()
 
     def _adopt(self) -> None:
-        """Copy the parameters' values into full buffer and master weights, and make the parameters views of it."""
+        """Copy the parameters into full buffer and master weights, and make the parameters views of the buffer."""
         with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():
             for member, offset in zip(self.members, self.offsets, strict=True):
                 values = member.param.detach().reshape(-1)
@@ -179,7 +179,7 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace a parameter's values in shard, master weights and full buffer. All ranks must call this.
+        """Replace a parameter's values in shard, master weights and a gathered full buffer. All ranks must call this.
 
         Args:
             member: parameter.
@@ -206,7 +206,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def start_all_gather(self) -> None:
-        """Start the all-gather, unless the group is gathered or in flight.
+        """Start the all-gather, unless the group is gathered or in flight; collective unless `fetch` is set.
 
         Raises:
             ShardedParameterError: a view of the sharded group was written to.
@@ -243,7 +243,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def wait_all_gather(self) -> None:
-        """Wait for the all-gather (start it if necessary), and make the parameters views of the full buffer.
+        """Wait for the all-gather, after `start_all_gather` if necessary, and make the parameters views of the buffer.
 
         Raises:
             ShardedParameterError: a view, or the storage, of a sharded parameter was changed.
@@ -297,10 +297,7 @@ class ShardGroup(LocalShard):
         self.buffer_views.snapshot()
 
     def retain(self) -> None:
-        """Keep the memory of the full buffer allocated after resharding; no effect if parameters are offloaded.
-
-        This saves the page faults of new memory, which take longer than the all-gather for small models.
-        """
+        """Keep the memory of the full buffer allocated after resharding; no effect if parameters are offloaded."""
         if self.tiers.parameters is not RESIDENT:
             return
         self.buffer_views.grow()
@@ -308,7 +305,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def reshard(self, edits_allowed: bool = False) -> None:
-        """Make the parameters sharded, and free the full buffer; no effect below stage 3.
+        """Make the parameters sharded, and free the full buffer; no effect on groups that are never sharded.
 
         Args:
             edits_allowed: accept changes of parameters since the all-gather.
@@ -342,7 +339,7 @@ class ShardGroup(LocalShard):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which the group is gathered; then it is resharded, if it was sharded and is unused."""
+        """Return a context with the group gathered; at the end, reshard it if it was sharded and is not in use."""
         was = self.state
         self.wait_all_gather()
         yield
@@ -350,10 +347,10 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """Update the full buffer after the shards have changed, if the group is in use or other code has views of it.
+        """Update a full buffer in use or viewed by other code to new shards; else reshard. All ranks must call this.
 
         Raises:
-            ShardedParameterError: only this rank has a view, which needs a collective to get the new values.
+            ShardedParameterError: other code has a view, whose update needs a collective (`check_no_stale_views`).
         """
         if not self.policy.gathers_before_use:
             return
@@ -448,7 +445,7 @@ class ShardGroup(LocalShard):
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """Start the all-gather after a step (stages 1 and 2); returns None if none is needed."""
+        """Start the all-gather after a step (stages 1 and 2); None if none is needed. All ranks must call this."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
