@@ -36,7 +36,7 @@ class Checkpointer:
 
     Args:
         flags: the `activation_checkpointing` block.
-        mpu: model-parallel unit; with `partition_activations`, the ranks of its group each store a part of the inputs.
+        mpu: model-parallel unit; with `partition_activations`, its ranks create this together and store a part each.
     """
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
@@ -55,7 +55,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def governed(self, name: str) -> Iterator[None]:
-        """Apply the flags to inputs that torch's checkpoint saves inside the context; `name` is for the profile."""
+        """Apply the flags to inputs that torch's checkpoint saves inside the context; `name`: name in the log."""
         with self.saver.hooks(), self._boundary(f"{name}, forward"):
             yield
 

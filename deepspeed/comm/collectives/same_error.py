@@ -279,8 +279,7 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
     """Find the first rank of an axis whose lines differ from those of the axis's first rank. All ranks must call this.
 
     Returns:
-        (position on the axis, the first rank's line, that rank's line) at the first difference, with None for a missing
-        line; or None if all are equal.
+        (its position, first rank's line, its line) at the first different line (None: missing); None if all are equal.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None

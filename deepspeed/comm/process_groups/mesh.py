@@ -44,7 +44,7 @@ class Mesh:
         device: device of the tensors that are sent along the axes; None: CPU.
 
     Raises:
-        MeshError: a dim is unknown, `ranks` repeats one, or the sizes do not multiply to the started ranks.
+        MeshError: a dim is unknown, `ranks` is no permutation, or the sizes do not multiply to the started ranks.
 
     Example:
         >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on rank 0 of 4
@@ -298,7 +298,7 @@ def forget_meshes() -> None:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of the newest engine or `zero.Init`; else all ranks must call this, to create a default one."""
+    """Return the mesh of the newest engine or `zero.Init`; else all ranks together create a data-parallel mesh."""
     if _meshes and _meshes[-1].world_axes is axes_here():
         return _meshes[-1]
     return mesh_for({"dp_shard": ranks_started()})
