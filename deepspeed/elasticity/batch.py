@@ -1,6 +1,6 @@
 """Batch size of an `elasticity` block, its valid world sizes, and the micro-batch for each.
 
-`ds_elastic` prints them.
+`ds_elastic` prints them, the micro-batch only with `--world-size`.
 """
 
 from __future__ import annotations

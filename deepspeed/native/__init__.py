@@ -65,7 +65,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _opened() -> ctypes.CDLL:
-    """Load the library with torch's OpenMP runtime: it links none itself, so that a process has only one."""
+    """Load the library with torch's OpenMP runtime; the library links no runtime, so that a process has only one."""
     try:
         return ctypes.CDLL(str(_FILE))
     except OSError as error:

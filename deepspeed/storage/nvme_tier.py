@@ -42,7 +42,7 @@ class _OnDisk(StoredTensor):
                 self._tier.prefetching.add(self)
 
     def bring(self, into: torch.Tensor) -> bool:
-        """Start to read directly into `into`; False if the values are in a buffer, or `into` cannot be read into."""
+        """Start to read directly into `into`; False if values are in a buffer or unwritten, or `into` is unsuitable."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is not None or not self._written or not self._straight_for(into):

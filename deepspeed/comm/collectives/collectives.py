@@ -491,9 +491,9 @@ def all_reduce_sum(
     label: str,
     then: Callable[[], Handle | None],
 ) -> Handle:
-    """All-reduce `flat` in place on an axis for which `Axis.can_all_reduce` is true; then call `then` once.
+    """Start to all-reduce `flat` in place, on an axis with `Axis.can_all_reduce`. All ranks of the axis must call this.
 
-    `tags` are the tags for `reduce_to_owners` and `share`; other arguments as in `reduce_to_owners`.
+    `tags` are those of `reduce_to_owners` and `share`; `then` is called after the sum. Others: `reduce_to_owners`.
     """
     if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it contains the sum.

@@ -212,7 +212,7 @@ class Sender:
         self._underway = left
 
     def settle(self, label: str) -> None:
-        """Wait until gloo has sent all messages, which it reports only to a waiting caller; `label`: name in errors."""
+        """Wait until gloo has sent all messages; gloo reports this only to a waiting caller. `label`: name in error."""
         if self.axis.shared is not None:
             return
         for works, buffer in self._underway:

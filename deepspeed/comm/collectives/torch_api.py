@@ -117,7 +117,7 @@ _axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its a
 
 
 def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
-    """Return the axis of a CPU group; None if the backend must execute the collective."""
+    """Return the axis of a CPU group, created by all its ranks; None if the backend must execute the collective."""
     for tensor in tensors:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None

@@ -187,7 +187,7 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
     """Return the axis of exactly these ranks, which must call this together.
 
     Args:
-        ranks: global ranks in any order, this one among them.
+        ranks: global ranks in any order, this rank among them.
         name: name in labels.
         device: device of the tensors that are sent; None: CPU.
 

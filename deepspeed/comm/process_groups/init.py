@@ -55,7 +55,7 @@ class _Rendezvous:
         self._job = names[0] if names else "unnamed"
 
     def meet(self) -> Store:
-        """Return the store of the new group, with its own key prefix; errors as in `_agree`. One rank needs no port."""
+        """Return the store of the new group, with its own key prefix (one rank: a local store); errors: `_agree`."""
         world, limit = self._world, self._limit
         if world.size == 1 and self._init_method is None:
             return dist.HashStore()

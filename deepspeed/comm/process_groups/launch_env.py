@@ -174,7 +174,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
 
 
 def claims(env: Environment, root: str = "/") -> list[Claim]:
-    """Return the claim of each source whose variables are set, the most specific source first."""
+    """Return the claims of the sources whose variables are set, most specific first; mpi4py's only without others."""
     probes: tuple[Callable[[Environment], Claim | None], ...] = (
         lambda e: from_sagemaker(e, root),
         from_open_mpi,

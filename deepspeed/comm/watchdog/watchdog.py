@@ -374,7 +374,7 @@ class _Watcher:
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
-        """Set the alarm `what` and return the report on `ranks` (None: all), from local information without a store."""
+        """Set the alarm `what` and return the report on `ranks` (None: all); without a store, of local facts only."""
         self._ranks = sorted(ranks) if ranks else self._ranks
         self._question = what
         self.look_now()
@@ -489,7 +489,7 @@ class _Watcher:
         return True
 
     def _compare_trails(self, store: Store) -> str | None:
-        """Publish this rank's marks and compare them with each set's lowest rank; returns a `differs` text or None."""
+        """Publish this rank's marks and compare them with each set's lowest rank; returns the difference or None."""
         marks = trail.marks()
         if marks != self._marks:
             store.set(f"marks/{self._rank}", marks)
