@@ -43,7 +43,7 @@ _EXCHANGE = 0
 
 
 class _There(Until):
-    """Handle of a simulated message: complete at once, or with late ranks after a wait."""
+    """Handle of a simulated message: complete at once; if ranks are late, complete only for a wait."""
 
     def __init__(self) -> None:
         self._late = late()

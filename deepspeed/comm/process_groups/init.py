@@ -191,7 +191,7 @@ def init_distributed(
         auto_mpi_discovery: also read the variables of other launchers, besides RANK and WORLD_SIZE.
         distributed_port: port on which rank 0 listens if MASTER_PORT is not set.
         verbose: log one line on rank 0.
-        timeout: maximum time of one collective; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
+        timeout: maximum time of one collective in a new group; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
         dist_init_required: False adopts an existing group and does not create one; None and True create a missing one.
         config: the DeepSpeed configuration (dict or parsed), for its `comms_logger` block.

@@ -234,7 +234,7 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def from_open_mpi(env: Environment) -> Claim | None:
-    """Read the variables of Open MPI's mpirun, and Azure ML's master node; None if they are not set."""
+    """Read the variables of Open MPI's mpirun, and Azure ML's master node; None without mpirun."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"

@@ -280,7 +280,7 @@ _meshes: list[Mesh] = []  # the newest last
 
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
-    """Return the mesh of these sizes; equal arguments give the same object. All ranks must call this; see `Mesh`."""
+    """Make the mesh of these sizes current and return it; equal arguments, same object. All ranks must call this."""
     _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # drop those of earlier process groups
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
