@@ -62,8 +62,8 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         func: function with the signature of its namesake in torch.distributed.
 
     Returns:
-        The function with three more arguments: `prof` (time this call), `log_name` (name in the label) and `debug` (add
-        the caller to the log line). Failures raise CommError or CommTimeoutError, wrong arguments torch's errors.
+        The function with three more arguments: `prof` (time this call if timing is on), `log_name` (name in the label),
+        `debug` (log the caller). Failures raise CommError or CommTimeoutError, wrong arguments torch's errors.
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)

@@ -316,7 +316,7 @@ class CommsLogger:
 
     @staticmethod
     def received_in(operation: str, size: int, ranks: int) -> int:
-        """Return the bytes that a rank receives in a collective with a message of `size` bytes, for any algorithm."""
+        """Return the bytes that a rank receives for a message of `size` bytes, as in nccl-tests; 0 if undefined."""
         if operation in ("broadcast", "recv", "irecv"):
             return size
         return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
