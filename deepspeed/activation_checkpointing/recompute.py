@@ -1,6 +1,6 @@
 """Activation checkpointing: run a function without saving its activations, and recompute them in backward.
 
-It extends torch's non-reentrant checkpoint by storage options for inputs (`saved_inputs`), named random states (`rng`),
+The module extends torch's non-reentrant checkpoint by storage options for inputs (`saved_inputs`), named random states,
 timing, and flags that are read at each call.
 """
 
@@ -36,7 +36,7 @@ class Checkpointer:
 
     Args:
         flags: the `activation_checkpointing` block.
-        mpu: model-parallel unit; with `partition_activations`, its ranks create this together and store a part each.
+        mpu: model-parallel unit; its ranks must create this object together to partition inputs.
     """
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:

@@ -36,7 +36,7 @@ class _Notice:
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Create a decorator that registers the function to call in `phase` of each shutdown; a later one replaces it."""
+    """Create a decorator that registers the function to call in `phase` of each shutdown; one per phase."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release

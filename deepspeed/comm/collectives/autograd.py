@@ -10,7 +10,7 @@
 | `reduce_scatter` | reduce-scatter | all-gather     | partial sums to slices of the sum                       |
 | `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
-A reduce-scatter is an all-reduce and the own slice. All ranks of the axis must call these functions in the same order,
+A reduce-scatter is an all-reduce and a slice. All ranks of the axis must call these functions in the same order,
 forward and backward. A second derivative raises RuntimeError.
 """
 

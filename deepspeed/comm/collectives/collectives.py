@@ -493,7 +493,7 @@ def all_reduce_sum(
 ) -> Handle:
     """Start to all-reduce `flat` in place, on an axis with `Axis.can_all_reduce`. All ranks of the axis must call this.
 
-    `tags` are those of `reduce_to_owners` and `share`; `then` is called after the sum. Others: `reduce_to_owners`.
+    `tags`: for `reduce_to_owners` and `share`; `then` is called after the sum; other arguments: `reduce_to_owners`.
     """
     if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it contains the sum.

@@ -1,11 +1,11 @@
-"""One-sided all-gather: a rank reads the shards it needs, independently of what the other ranks run.
+"""One-sided all-gather: a rank reads the shards it needs, independently of the other ranks' computations.
 
 [Note: any graph] If ranks take different branches, they need different groups of parameters, and a collective gather
 would hang. So the rank that needs a group sends a request to each owner of a shard over a socket, and a thread of the
 owner answers with a tagged message. No other rank takes part, so a branch taken on one rank costs the others nothing. A
 request contains the version that it needs; if the requester is a version ahead, the owner answers once it reaches that
 version. A shard changes only after all ranks have synchronized since their last request: inside `step`, which first
-synchronizes them, and after `meet` for edits and loads. A request for an older version fails.
+synchronizes the ranks, and after `meet` for edits and loads. A request for an older version fails.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class SharedSlices:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Copy other ranks' slices into `full`, once they have reached this rank's version; see `FetchService.pull`."""
+        """Copy other ranks' slices into `full`, once the slices have this rank's version; see `FetchService.pull`."""
         shared = self._window
         first, last = (0, cuts[-1]) if within is None else (within.start, within.stop)
         givers = [r for r in self.axis.peers if max(cuts[r], first) < min(cuts[r + 1], last)]

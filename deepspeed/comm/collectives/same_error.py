@@ -234,7 +234,7 @@ class BatchCheck:
 
     Args:
         axis: these ranks.
-        share: verb phrase for the error message: what these ranks have in common.
+        share: verb phrase for the error message, with the common property of these ranks.
     """
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:

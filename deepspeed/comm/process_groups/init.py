@@ -183,8 +183,8 @@ def init_distributed(
     """Join the process group of this run, or adopt the group of torch.distributed. All ranks must call this.
 
     Rank and world size come from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
-    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py. Without them, this process
-    is a world of one. Sources must not contradict each other, but those of torchrun and of `deepspeed` have priority.
+    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py. Without any, this process
+    is a world of one. Sources must not contradict each other; torchrun and the `deepspeed` launcher have priority.
 
     Args:
         dist_backend: a torch.distributed backend; None: the accelerator's default. "nccl" without CUDA becomes "gloo".

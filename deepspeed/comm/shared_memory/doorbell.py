@@ -2,7 +2,7 @@
 
 [Note: one bell] A process belongs to several groups (shards, replicas, the world), each with its own memory. A rank
 that waits in one group may depend on a peer that waits for this rank in another group. So all groups of a process share
-one bell (a counter in shared memory), which peers ring whenever they post in any of them. A waiting rank receives the
+one bell (a counter in shared memory), which peers ring whenever they post in any group. A waiting rank receives the
 messages of all groups and runs all `workers`, whichever memory it waits in.
 """
 

@@ -5,7 +5,7 @@ peers the address of a buffer; each reads the buffer there, in any order, and ac
 it. An *ordered* collective streams through small slots (`native/shm.cpp`); all ranks call such collectives in the same
 order. Sums of both kinds are fp32 sums in rank order. While a rank waits, it also completes other messages that peers
 may be waiting for (`comm/shared_memory/doorbell.py`). The memory consists of memfds, which peers open in /proc of their
-owner (`comm/shared_memory/allocator.py`): they have no names, so a killed rank leaves no files behind.
+owner (`comm/shared_memory/allocator.py`): memfds have no names, so a killed rank leaves no files behind.
 """
 
 from __future__ import annotations

@@ -479,7 +479,7 @@ class _Watcher:
         return True
 
     def _has_parted(self) -> bool:
-        """Set the alarm and end the process if this rank's trail differs from another's; returns whether they do."""
+        """If this rank's trail differs from another's, set the alarm, end the process and return True; else False."""
         what = self._with_store(self._compare_trails) if trail.interval else None
         if not what:
             return False
