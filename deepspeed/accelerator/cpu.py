@@ -121,11 +121,11 @@ class CpuAccelerator(Accelerator):
         return psutil.virtual_memory().available
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return `tensor` unchanged: no device copies from the CPU's memory, so page locking has no benefit."""
+        """Return `tensor` unchanged: without a device, page locking has no benefit."""
         return tensor
 
     def lock_pages(self, tensor: torch.Tensor) -> None:
-        """Do nothing: no device copies from the CPU's memory, so page locking has no benefit."""
+        """Do nothing: without a device, page locking has no benefit."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Call `callback` at once, since no device has to be initialized."""

@@ -86,19 +86,19 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes that are free on a device (None: current), or reserved by torch but not allocated."""
+        """Return the bytes free on a device (None: the current one), plus those reserved by torch but not allocated."""
         held = torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
         return torch.cuda.mem_get_info(device_index)[0] + held
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a page-locked copy of a host tensor, for asynchronous copies; `align_bytes` has no effect."""
+        """Return a page-locked copy of a host tensor, or the tensor if page-locked; `align_bytes` has no effect."""
         return tensor.pin_memory()
 
     def lock_pages(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Page-lock a host tensor in place; returns a function that unlocks it, to call before the memory is freed.
 
         Raises:
-            RuntimeError: the system does not allow so many locked pages.
+            RuntimeError: CUDA cannot lock the pages, for example because the system does not allow so many.
         """
         runtime: Any = torch.cuda.cudart()
         status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)

@@ -19,7 +19,7 @@ GB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log device and host memory on rank 0 after a garbage collection, and reset the peaks.
+    """Log device and host memory in GiB on rank 0 after a garbage collection, and reset the peaks.
 
     MA is device memory allocated to tensors, CA is device memory reserved by torch. On a CPU both are the resident
     set, whose peak is not reset.
@@ -46,12 +46,12 @@ def get_ma_status() -> int:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log the device's memory.
+    """Log the current and the peak device memory that tensors occupy.
 
     Args:
         msg: text for the log line, such as the position in the script.
         print_rank: the rank that logs; -1: all ranks.
-        reset_max: whether to reset the peak.
+        reset_max: whether to reset the peak; impossible on a CPU.
     """
     device = get_accelerator()
     log_dist(
@@ -69,7 +69,7 @@ def empty_cache() -> None:
 
 
 def instrument_w_nvtx(func: Function) -> Function:
-    """Record every call of `func` as a range of the device trace (NVTX on CUDA, no effect on other devices)."""
+    """Record every call of `func` as a range of the device trace (NVTX on CUDA, no effect on a CPU)."""
 
     @functools.wraps(func)
     def ranged(*args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
         factory: function without arguments that creates an object with the methods of `Accelerator`.
 
     Raises:
-        ArgumentError: the name belongs to a built-in accelerator, or is not in lower case.
+        ArgumentError: the name belongs to a built-in accelerator, is empty, or is not in lower case.
     """
     if name in KINDS or not name or name != name.strip().lower():
         raise ArgumentError(f"register_accelerator({name!r}): take a name in lower case that is not in {list(KINDS)}.")

@@ -28,7 +28,7 @@ class BlockForward:
 
     Args:
         block: the block.
-        checkpointer: runner of its calls.
+        checkpointer: runner of the block's calls.
     """
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
@@ -193,7 +193,7 @@ class Wrapping:
             )
 
     def remove(self) -> None:
-        """Restore the model's original forward functions and remove the hooks."""
+        """Restore the model's original forward and checkpointing functions, and remove the hooks."""
         self._unwrap()
         for module, own in self._governed:
             setattr(module, _TRANSFORMERS, own)

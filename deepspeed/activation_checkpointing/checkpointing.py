@@ -31,12 +31,12 @@ def configure(
 ) -> None:
     """Set the flags of `checkpoint` for calls outside of engines that have their own flags.
 
-    For each flag, None means the value of `deepspeed_config`.
+    For each flag, None means the value of `deepspeed_config`. With `partition_activations`, all ranks must call this.
 
     Args:
         mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`); None: no model parallelism.
-        deepspeed_config: dict, path or base64 of a JSON with the block `activation_checkpointing`; None: the defaults.
-        partition_activations: partition every saved input over the ranks of the unit's group.
+        deepspeed_config: parsed configuration, or dict, path or base64 of a JSON; None: the defaults.
+        partition_activations: partition saved activations over the ranks of the unit's group.
         contiguous_checkpointing: store saved inputs in one buffer (`contiguous_memory_optimization`).
         num_checkpoints: initial capacity of that buffer, in checkpoints (`number_checkpoints`).
         checkpoint_in_cpu: store saved inputs in host memory (`cpu_checkpointing`).
@@ -44,7 +44,7 @@ def configure(
         profile: log the time of each checkpoint.
 
     Raises:
-        DeepSpeedConfigError: the JSON is invalid.
+        DeepSpeedConfigError: the configuration is invalid.
     """
     flags = ActivationCheckpointing()
     if deepspeed_config is not None:
@@ -71,7 +71,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function: a module or callable.
         args: positional arguments of `function`.
         kwargs: keyword arguments of `function`. For scripts that replace `torch.utils.checkpoint.checkpoint`,
-            `preserve_rng_state`, `determinism_check` and `debug` are passed to it, and `use_reentrant` is dropped.
+            `preserve_rng_state`, `determinism_check` and `debug` are passed to torch, and `use_reentrant` is dropped.
 
     Returns:
         The outputs of `function`.
@@ -97,7 +97,7 @@ class CheckpointFunction:
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called."""
+    """Return whether `configure`, or a function that changes one flag, was called."""
     return calls.configured is not None
 
 
@@ -119,7 +119,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn the flag `partition_activations` on or off."""
+    """Turn the flag `partition_activations` on or off. All ranks of the model-parallel group must call this."""
     flags, mpu = calls.checkpointer().flags, calls.checkpointer().mpu
     calls.configure(flags, mpu, partition_activations=partition_activation)
 
@@ -139,7 +139,7 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device equally on all ranks of the model-parallel group, and "model-parallel-rng" differently on each.
+    """Seed the device with `seed`; replace all named states by "model-parallel-rng", which differs between ranks.
 
     Args:
         seed: the same on every rank of the group.
@@ -150,7 +150,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" again, without changing the device's default random state.
+    """Seed "model-parallel-rng" by `seed` and the model-parallel rank; the device's default state does not change.
 
     Args:
         seed: the same on every rank of the group.

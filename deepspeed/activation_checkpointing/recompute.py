@@ -1,6 +1,6 @@
 """Activation checkpointing: run a function without saving its activations, and recompute them in backward.
 
-It extends torch's non-reentrant checkpoint by storage options for inputs (`saved_inputs`), named random states (`rng`),
+The module extends torch's non-reentrant checkpoint by storage options for inputs (`saved_inputs`), named random states,
 timing, and flags that are read at each call.
 """
 
@@ -36,7 +36,7 @@ class Checkpointer:
 
     Args:
         flags: the `activation_checkpointing` block.
-        mpu: model-parallel unit; with `partition_activations`, the ranks of its group each store a part of the inputs.
+        mpu: model-parallel unit; its ranks must create this object together to partition inputs.
     """
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
@@ -55,7 +55,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def governed(self, name: str) -> Iterator[None]:
-        """Apply the flags to inputs that torch's checkpoint saves inside the context; `name` is for the profile."""
+        """Apply the flags to inputs that torch's checkpoint saves inside the context; `name`: name in the log."""
         with self.saver.hooks(), self._boundary(f"{name}, forward"):
             yield
 

@@ -81,6 +81,6 @@ tracker = RNGTracker()
 
 
 def of_model_parallel(mpu: Any, what: str) -> Any:
-    """Return the rank or the group (`what`: "rank", "group") of a model-parallel unit; None if there is no unit."""
+    """Return the rank or the group (`what`: "rank", "group") of a model-parallel unit; None without such a method."""
     get = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
     return None if get is None else get()

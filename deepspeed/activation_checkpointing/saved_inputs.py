@@ -24,7 +24,7 @@ class Saved:
 
     Args:
         values: elements that this rank stores, 1-D.
-        shape, stride: of the original tensor.
+        shape, stride: of the restored tensor.
         device: device that backward needs the tensor on.
         tier: "device" or "host".
     """
@@ -54,7 +54,7 @@ class _Row:
 class ActivationBuffers:
     """Contiguous buffers, one per dtype and device. Tensors are placed one after the other until all are returned.
 
-    A buffer grows to the peak number of elements in use. Tensors that do not fit get memory of their own.
+    An empty buffer grows to the peak number of elements in use. Tensors that do not fit get memory of their own.
 
     Args:
         count: initial size of a buffer, in multiples of its first tensor.

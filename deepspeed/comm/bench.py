@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command line in `sys.argv`; returns its exit code: 0, or that of the launcher that it started."""
+    """Run the command line in `sys.argv`; returns 0, or the exit code of the launcher that is started without RANK."""
     arguments = parser().parse_args()
     if "RANK" not in os.environ:
         ranks = arguments.ranks or (2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count())
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Measure one of `OPERATIONS` at each message size. All ranks must call this.
+    """Measure one of `OPERATIONS` at each message size, and print a table on rank 0. All ranks must call this.
 
     Args:
         arguments: command-line arguments, parsed by `parser`.
@@ -163,7 +163,7 @@ def make_call(
     call, result = calls[operation]
 
     def check() -> None:
-        """Raise ArgumentError unless all elements are equal and not 0 (repeated integer all-reduces overflow to 0)."""
+        """Raise ArgumentError unless all elements are equal and, except after all-reduces, not 0."""
         low, high = float(result.min()), float(result.max())
         if low != high or (low == 0 and operation != "all_reduce"):
             raise ArgumentError(f"{operation} of {nbytes} bytes gave {low} to {high}: it is broken here")

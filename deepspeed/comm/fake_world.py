@@ -43,7 +43,7 @@ _EXCHANGE = 0
 
 
 class _There(Until):
-    """Handle of a simulated message: complete at once, or with late ranks after a wait."""
+    """Handle of a simulated message: complete at once; if ranks are late, complete only for a wait."""
 
     def __init__(self) -> None:
         self._late = late()
@@ -97,7 +97,7 @@ class SimulatedMemory(SharedMemory):
         return self._one.to(dtype)
 
     def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
-        """Do nothing: no peer waits for it."""
+        """Do nothing: no peer waits for an acknowledgement."""
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
         self._posted.pop(tag, None)
@@ -196,7 +196,7 @@ class FakeMessage:
 
 
 class _ReadReceipt(Until):
-    """Handle that is complete once its message is marked as read."""
+    """Handle that is complete once its message is marked as read, or was waited for."""
 
     def __init__(self) -> None:
         self.over = False

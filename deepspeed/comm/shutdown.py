@@ -1,7 +1,7 @@
-"""Release of the process groups' resources after the last group is destroyed.
+"""Release of the process groups' resources when the groups are destroyed.
 
 [Note: a notice in torch's table] Clients destroy groups with `torch.distributed.destroy_process_group`, which has no
-callback. It empties its tables, so this package puts an object into one of them, whose finalizer is the callback.
+callback. But it empties torch's tables, so this package puts an object with a finalizer into one of the tables.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _releases: dict[Phase, Callable[[], None]] = {}
 
 
 class _Notice:
-    """Placeholder for a group in a table that torch clears with the last group; its finalizer calls `wind_up`."""
+    """Entry in a table that torch clears when all groups are destroyed; the entry's finalizer calls `wind_up`."""
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Create a decorator that registers a function to be called in a phase of each shutdown; one per phase."""
+    """Create a decorator that registers the function to call in `phase` of each shutdown; one per phase."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release
@@ -46,13 +46,13 @@ def released_in(phase: Phase) -> Callable[[Release], Release]:
 
 
 def wind_up() -> None:
-    """Release the resources of the process groups in the order of `Phase`; a second call does nothing."""
+    """Release the resources of the process groups in the order of `Phase`; a second call finds nothing to release."""
     for phase in sorted(_releases):
         _releases[phase]()
 
 
 def wind_up_with_the_groups() -> None:
-    """Arrange that `wind_up` is called when the last process group of torch is destroyed."""
+    """Arrange that `wind_up` is called when torch destroys all process groups."""
     table: dict[object, list[object]] = dist.distributed_c10d._world.pg_coalesce_state  # type: ignore[assignment]
     if not any(isinstance(entry, _Notice) for entry in table):
         notice = _Notice()

@@ -1,6 +1,6 @@
 """Batch size of an `elasticity` block, its valid world sizes, and the micro-batch for each.
 
-`ds_elastic` prints them.
+`ds_elastic` prints them, the micro-batch only with `--world-size`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
     """Check the `elasticity` block and add its defaults.
 
     Raises:
-        ElasticityConfigError: a key is missing, has the wrong type, or does not exist in the block's version.
+        ElasticityConfigError: a key is missing or invalid, or keys contradict each other or the block's version.
     """
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         if name not in block:
@@ -123,14 +123,14 @@ def compute_elastic_config(
     Args:
         ds_config: configuration with the block.
         target_deepspeed_version: version that will read the configuration; 0.3.8 or later.
-        world_size: ranks of the run; 0: WORLD_SIZE, if version 0.2 of the block needs the number.
+        world_size: ranks of the run; 0: WORLD_SIZE, for version 0.2 of the block or `return_microbatch`.
         return_microbatch: whether to return the micro-batch even if `world_size` is 0.
 
     Returns:
-        (global batch, valid numbers of ranks), and the micro-batch if `world_size` is above 0 or `return_microbatch`.
+        (global batch, valid data-parallel sizes), and the micro-batch if `world_size` > 0 or `return_microbatch`.
 
     Raises:
-        ElasticityConfigError: the block is missing or invalid.
+        ElasticityConfigError: the block is missing, invalid or not enabled, or WORLD_SIZE is needed and not set.
         ElasticityIncompatibleWorldSize: `world_size` ranks cannot divide the batch.
         ElasticityError: no batch is valid, or the version is too old.
         ValueError: `ds_config` is no mapping, or a micro-batch is larger than the maximum batch.
@@ -203,7 +203,7 @@ _SCALES = highly_composite(_MOST_DEVICES)
 
 
 def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: bool) -> tuple[int, list[int]]:
-    """Return the batch up to `most` with the largest number of valid device counts, and these counts."""
+    """Return the batch up to `most` with most valid device counts (`larger`: the largest of equals), and the counts."""
     bases = sorted({*micro, math.lcm(*micro)})
     if min(micro) > most or not all(size <= most for size in micro):
         raise ValueError(f"all micro-batches {list(micro)} must be at most max_train_batch_size {most}")
@@ -255,7 +255,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
         runtime_elastic_config_dict: the block.
 
     Raises:
-        ElasticityConfigError: they differ in a key that determines the batch, or one is invalid.
+        ElasticityConfigError: maximum batch, micro-batches or version differ, or one of the blocks is invalid.
     """
     seen = os.environ.get(SCHEDULER_VIEW)
     if not seen:

@@ -65,7 +65,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _opened() -> ctypes.CDLL:
-    """Load the library with torch's OpenMP runtime: it links none itself, so that a process has only one."""
+    """Load the library with torch's OpenMP runtime; the library links no runtime, so that a process has only one."""
     try:
         return ctypes.CDLL(str(_FILE))
     except OSError as error:
@@ -95,9 +95,9 @@ def _absent(reason: str) -> tuple[None, str]:
 
 
 def threads() -> int:
-    """Return the threads of a native call: this rank's share of the usable cores, at most the number that torch uses.
+    """Return the number of threads of a native call: this rank's share of the usable cores, at most torch's number.
 
-    `OMP_NUM_THREADS` overrides this; `torch.set_num_threads` lowers the share.
+    If the variable `OMP_NUM_THREADS` is set, the result is torch's number (`torch.get_num_threads`).
     """
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()

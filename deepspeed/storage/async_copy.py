@@ -72,7 +72,7 @@ class AsyncCopier:
         return self._accelerator.stream(self._stream)
 
     def deliver(self, target: torch.Tensor, source: torch.Tensor, pool: BufferPool) -> None:
-        """Round a host tensor to the dtype of a device tensor and copy it there, without waiting.
+        """Round a host tensor to the dtype of a device tensor and copy it there, without waiting for the copy.
 
         Args:
             target: device tensor; later work on the current stream reads the new values.

@@ -57,7 +57,7 @@ class BufferPool:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Borrow a 1-D uint8 tensor of `nbytes` elements with unspecified contents; return it with `put`."""
+        """Borrow a 1-D uint8 tensor of `nbytes` elements with unspecified contents until `put`; may wait for a copy."""
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._reclaim(size)
@@ -117,7 +117,7 @@ class BufferPool:
             return not self._lent and all(copying.done() for copying in under_way)
 
     def _reclaim(self, size: int) -> None:
-        """Make buffers with finished copies reusable; if none is and too many copies run, wait for the oldest."""
+        """Make buffers with finished copies reusable; if none is free and too many copies run, wait for the oldest."""
         returning, free = self._returning[size], self._free.setdefault(size, [])
         while returning and returning[0][1].done():
             free.append(returning.popleft()[0])

@@ -22,7 +22,7 @@ from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class _OnDisk(StoredTensor):
-    """Stored tensor in an extent of the disk; uses no memory while it is neither acquired nor in transfer."""
+    """Stored tensor in an extent of the disk; has a host buffer only while prefetched, acquired or being written."""
 
     def __init__(self, label: str, tier: NvmeTier, numel: int, dtype: torch.dtype) -> None:
         super().__init__(label, numel, dtype)
@@ -42,7 +42,7 @@ class _OnDisk(StoredTensor):
                 self._tier.prefetching.add(self)
 
     def bring(self, into: torch.Tensor) -> bool:
-        """Start to read directly into `into`; False if the values are in a buffer, or `into` cannot be read into."""
+        """Start to read directly into `into`; False if values are in a buffer or unwritten, or `into` is unsuitable."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is not None or not self._written or not self._straight_for(into):
@@ -88,7 +88,7 @@ class _OnDisk(StoredTensor):
             return buffer.view(self.dtype)
 
     def release(self, changed: bool) -> None:
-        """Write changed values back after the last nested release; asynchronously if the tier has `writes_behind`."""
+        """Write changed values back after the last nested release, and wait for writes above the limit of the tier."""
         with self._tier.lock:
             self._users -= 1
             self._dirty |= changed
@@ -168,7 +168,7 @@ class NvmeTier(Tier):
         self._stored = 0  # number of tensors not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Create a tensor of zeros and reserve its disk space; see `Tier.store`. StorageError: the disk is full."""
+        """Create a tensor of zeros and reserve its disk space; see `Tier.store`. StorageError if the disk is full."""
         self._stored += 1
         return _OnDisk(label, self, numel, dtype)
 
@@ -177,7 +177,7 @@ class NvmeTier(Tier):
         return CPU
 
     def reserve(self, label: str, nbytes: int) -> Extent:
-        """Return an extent of `nbytes` bytes; reuses the extent of a dropped tensor of the same size."""
+        """Return an extent of `nbytes` bytes: that of a dropped tensor of this size, else a new one (`Disk.create`)."""
         places = self.spare[nbytes]
         return Extent(label, nbytes, places.pop()) if places else self.disk.create(label, nbytes)
 

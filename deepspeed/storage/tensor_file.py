@@ -50,7 +50,7 @@ class Extent:
 class Transfer:
     """Read or write in progress, as returned by `Disk.read` and `Disk.write`.
 
-    Until `wait` has returned, the tensor must not be used, and no other transfer of the extent may be started.
+    Until `wait` has returned, the tensor must not be changed (after `read`: not used), nor the extent transferred.
     """
 
     def __init__(self, disk: Disk, extent: Extent, job: IORequest, writing: bool) -> None:
@@ -176,7 +176,7 @@ class Disk:
             Measured throughput in MB/s (1e6 bytes per second): the harmonic mean of writing and reading.
 
         Raises:
-            StorageError: less than `need_bytes` are free, or a transfer of the measurement failed.
+            StorageError: less than `need_bytes` are free or reserved, or a transfer of the measurement failed.
         """
         free = self._file.free()
         if free + self._end < need_bytes:

@@ -93,7 +93,7 @@ class StoredTensor(ABC):
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """Return the tensor in which the values are stored; None if they are not in memory."""
+        """Return the tensor that stores the values in memory; None if they are stored on disk."""
         return None
 
     @contextlib.contextmanager

@@ -10,8 +10,8 @@
 | `reduce_scatter` | reduce-scatter | all-gather     | partial sums to slices of the sum                       |
 | `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
-All ranks of the axis must call these functions in the same order, forward and backward. A second derivative raises
-RuntimeError.
+A reduce-scatter is an all-reduce and a slice. All ranks of the axis must call these functions in the same order,
+forward and backward. A second derivative raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ _entered: list[torch.Tensor] = []
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Apply `copy_to` once for all layers that read one tensor: gradients are added locally and reduced once.
 
-    Later calls with the same unmodified tensor object return the same copy, until another tensor was passed and no
-    autograd graph uses the copy any more. `label`: as in `gathered`.
+    Later calls with the same unmodified tensor return the same copy as long as the copy exists; a leaf gets a copy at
+    each call. With one rank, or without gradients, the tensor itself is returned. `label`: as in `gathered`.
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor

@@ -1,4 +1,4 @@
-"""Collectives built from point-to-point messages, with fp32 sums in rank order.
+"""Collectives over shared memory, point-to-point messages or the backend, with fp32 sums in rank order.
 
 [Note: fixed table] The algorithm for each operation is fixed and never chosen by timing:
 
@@ -15,8 +15,8 @@
 | rows to all ranks  | post, each reads its rows | a message each way            | all-to-all of uneven splits      |
 
 Ranks that share memory use the algorithms of the left column (`comm/shared_memory/transport.py` defines a post). All
-results have the same bits, those of the fp32 sum in rank order, except the backend's own reductions and hierarchical
-sums.
+results have the same bits, those of the fp32 sum in rank order, except the backend's own reductions, sums with
+`any_order`, and hierarchical sums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BLOCK = 1 << 16
 def sum_in_rank_order(
     parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
 ) -> None:
-    """Compute out = scale * (parts[0] + parts[1] + …) in fp32, for any floating-point dtypes.
+    """Compute out = scale * (parts[0] + parts[1] + …) in fp32, for 1-D tensors of any floating-point dtypes.
 
     Args:
         add: add the result to `out` instead.
@@ -85,7 +85,7 @@ def sum_in_rank_order(
 
 
 def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
-    """Do `sum_in_rank_order` on a device with one kernel per part, or with one for all parts if `any_order`."""
+    """Do `sum_in_rank_order` on a device: a kernel per part, or with `any_order` one for parts adjacent in storage."""
     table, first, count = None, parts[0], parts[0].numel()
     if any_order and len(parts) > 1 and count and all(part.is_contiguous() and part.numel() == count for part in parts):
         places = [(part.untyped_storage()._cdata, part.storage_offset()) for part in parts]
@@ -132,7 +132,7 @@ class Handle:
         axis: participating ranks.
         label: name of the collective in error reports.
         works: handles of the backend or of shared memory.
-        then: called once after all messages have arrived; may return the handle of a next phase.
+        then: called once after all messages have arrived; may return the handle of a next phase. None: nothing.
         payload: tensor whose size is logged; None: the collective is not logged.
         received: bytes that come from other ranks.
         began: start time in nanoseconds (`spans.now`); 0: now.
@@ -155,7 +155,7 @@ class Handle:
         self._failure: RuntimeError | None = None
 
     def ready(self, patience: float) -> bool:
-        """Wait up to `patience` seconds; returns whether `advance` would return at once.
+        """Wait up to `patience` seconds; returns whether `advance` would not wait for messages.
 
         gloo reports completion only to a blocking wait that cannot be repeated, so a thread waits and `advance` joins
         the thread.
@@ -184,10 +184,10 @@ class Handle:
             self._failure = error
 
     def advance(self) -> Handle | None:
-        """Wait for the messages of this phase and call `then`; returns the handle of the next phase or None.
+        """Wait for the messages (NCCL: on the stream) and call `then`; returns the handle of the next phase or None.
 
         Raises:
-            CommError: a message failed or timed out. The error has the last label of every rank.
+            CommError: a message failed or timed out. The error has the last label of every rank of the axis.
         """
         if self.done:
             return None
@@ -237,7 +237,7 @@ class Handle:
 
 
 def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
-    """Wait for backend handles; if one fails, raises CommError with the last label of every rank."""
+    """Call `wait` of every handle; if one fails, raises CommError with the last label of every rank of the axis."""
     delay(label)
     if works:
         with CollectiveEvent(label, axis.ranks, WAIT):
@@ -246,7 +246,7 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
-    """Call `start`, which starts messages, and return its handles; raises CommError with all ranks' last labels."""
+    """Call `start`, which starts messages; returns its handles, or raises CommError with the ranks' last labels."""
     delay(label)
     with CollectiveEvent(label, axis.ranks):
         return start()
@@ -255,10 +255,10 @@ def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
 def exchange(
     axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
 ) -> tuple[list, list]:
-    """Send the slice flat[cuts[r] : cuts[r + 1]] to each rank r; arguments as in `reduce_to_owners`.
+    """Start to send flat[cuts[r] : cuts[r + 1]] to each rank r. All ranks call this; see `reduce_to_owners`.
 
     Returns:
-        (handles, the received slices in rank order). The entry of this rank is its own slice or a buffer for it.
+        (handles, received slices in rank order). The entry of this rank is its slice of `flat` or a copy of the slice.
     """
     own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
     if group is not None and not axis.tagged and own.numel() and axis.is_even(cuts):
@@ -294,12 +294,12 @@ def reduce_to_owners(
     """Send every rank's contribution to each slice to the owner of the slice. All ranks of the axis must call this.
 
     Args:
-        flat: 1-D contribution of this rank; must not change until the handle is done. Its own slice may be overwritten.
+        flat: 1-D contribution of this rank; must not change until the handle is done. The own slice may be overwritten.
         cuts: slice boundaries: rank r owns flat[cuts[r] : cuts[r + 1]].
         tag: message tag (`tag_of`), equal on all ranks; unused on axes without tags.
         label: name of the collective in error reports.
-        finish: called with the contributions in rank order, to sum them (`sum_in_rank_order`), or with one sum if the
-            backend has added them.
+        finish: called with the list of contributions in rank order, to sum them (`sum_in_rank_order`), or of one sum if
+            the backend has added them; may return the handle of a next phase.
         scratch: allocates a receive buffer of the shape and dtype of its argument.
         in_rank_order: sum in rank order instead of the backend's own reduction, whose order is undefined.
     """
@@ -340,9 +340,9 @@ def _reduce_in_place(
 
 
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str, ordered: bool = True) -> Handle:
-    """Send every owner's slice of `full` to all other ranks (an in-place all-gather).
+    """Send every owner's slice of the 1-D `full` to all other ranks (an in-place all-gather); returns a handle.
 
-    All ranks must call this in the same order; arguments as in `reduce_to_owners`.
+    All ranks must call this in the same order; other arguments as in `reduce_to_owners`.
 
     Args:
         ordered: record the call for the detection of desynchronized ranks.
@@ -376,7 +376,7 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
-    """Do `spread` for ranks that may call in different orders (only on axes with tags or shared memory)."""
+    """Do `spread`; on axes with tags or shared memory, ranks may call this in different orders."""
     shared = axis.shared
     if shared is None:
         return spread(axis, full, cuts, tag, label, ordered=False)
@@ -462,7 +462,7 @@ def swap(
 ) -> Handle:
     """Exchange all of `flat` between the two ranks of an axis with tags or shared memory.
 
-    `finish` gets both tensors in rank order; other arguments as in `reduce_to_owners`. One rank raises RuntimeError.
+    Both ranks must call this. `finish` gets both tensors in rank order; other arguments as in `reduce_to_owners`.
     """
     group, peer, shared = axis.group, 1 - axis.rank, axis.shared
     if shared is not None:
@@ -491,9 +491,9 @@ def all_reduce_sum(
     label: str,
     then: Callable[[], Handle | None],
 ) -> Handle:
-    """All-reduce `flat` in place on an axis for which `Axis.can_all_reduce` is true; then call `then` once.
+    """Start to all-reduce `flat` in place, on an axis with `Axis.can_all_reduce`. All ranks of the axis must call this.
 
-    `tags` are the tags for `reduce_to_owners` and `share`; other arguments as in `reduce_to_owners`.
+    `tags`: for `reduce_to_owners` and `share`; `then` is called after the sum; other arguments: `reduce_to_owners`.
     """
     if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it contains the sum.
@@ -507,7 +507,7 @@ def all_reduce_sum(
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
-    """Copy 1-D `flat` from the rank at position `src` of the axis to all others, in place; blocks."""
+    """Broadcast 1-D `flat` in place from the rank at position `src` of the axis. All ranks call this in one order."""
     shared, group = axis.shared, axis.group
     CollectiveEvent(label).order("internal", axis, flat.numel())
     if shared is not None:
@@ -518,7 +518,7 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """Copy the values of the axis's first rank to all ranks, in place; blocks.
+    """Copy the values of the axis's first rank to all ranks, in place. All ranks must call this in the same order.
 
     Tensors below chunk / 16 elements are packed into buffers of at most `chunk` elements.
     """

@@ -52,7 +52,7 @@ def reduce_to_owners(
     """Reduce like `collectives.reduce_to_owners`, but in two steps where possible: within hosts, then between them.
 
     Two steps need slices of equal length, elements of at most 16 bits and an axis with `hosts`, and are not used with
-    `in_rank_order`. `finish` then gets one fp32 sum per host instead of one contribution per rank.
+    `in_rank_order`. After two steps, `finish` gets one fp32 sum per host instead of one contribution per rank.
     """
     hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not axis.is_even(cuts) else axis.hosts
     if hosts is None:
@@ -61,7 +61,7 @@ def reduce_to_owners(
     flat = flat[: cuts[-1]]
 
     def exchange_within() -> list[Any]:
-        """Exchange the slices between the ranks of a host."""
+        """Start to exchange the slices between the ranks of a host."""
         with _together(within.group, flat.device, async_ops=True) as group:
             for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
                 _all_to_all(out, stretch, group=within.group, async_op=True)
@@ -95,11 +95,11 @@ def reduce_to_copies(
     finish: Callable[[list], Handle | None],
     in_rank_order: bool = False,
 ) -> Handle:
-    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; for axes without tags.
+    """Sum slices at their owners and then over `copies`, without tags. All ranks of both axes must call this.
 
     Args:
         axis: ranks among which the slices are divided.
-        copies: axis of the replicas; the sum over it is in fp32, with equal bits on all its ranks.
+        copies: axis of the ranks that own the same slice; fp32 sums over this axis have equal bits on all its ranks.
         flat: 1-D contribution of this rank; must not change until the handle is done.
         cuts: slice boundaries: rank r of `axis` owns flat[cuts[r] : cuts[r + 1]].
         label: name of the collective in error reports.

@@ -1,11 +1,11 @@
-"""One-sided all-gather: a rank reads the shards it needs, independently of what the other ranks run.
+"""One-sided all-gather: a rank reads the shards it needs, independently of the other ranks' computations.
 
 [Note: any graph] If ranks take different branches, they need different groups of parameters, and a collective gather
 would hang. So the rank that needs a group sends a request to each owner of a shard over a socket, and a thread of the
 owner answers with a tagged message. No other rank takes part, so a branch taken on one rank costs the others nothing. A
 request contains the version that it needs; if the requester is a version ahead, the owner answers once it reaches that
 version. A shard changes only after all ranks have synchronized since their last request: inside `step`, which first
-synchronizes them, and after `meet` for edits and loads. A request for an older version fails.
+synchronizes the ranks, and after `meet` for edits and loads. A request for an older version fails.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FetchService:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Request the owners' slices of `full`; returns a handle that is complete once they are received in place.
+        """Request the other ranks' slices of `full`; returns a handle, complete once the slices are received in place.
 
         Args:
             channel: channel on which every rank serves its slice.
@@ -223,7 +223,7 @@ class FetchService:
             self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
-        """Stop the thread and close the sockets, after all ranks have finished their pulls."""
+        """Stop the thread and close the sockets; call this after all ranks have finished their pulls."""
         self._wake_out.send(b"x")
         self._thread.join(timeout=5)
         for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:
@@ -237,7 +237,7 @@ class FetchService:
 
     @staticmethod
     def _own_address() -> str:
-        """Return this host's address on the route to MASTER_ADDR."""
+        """Return this host's address on the route to MASTER_ADDR; 127.0.0.1 if there is no route."""
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -255,7 +255,7 @@ class FetchService:
 
 
 class SharedSlices:
-    """`FetchService` for ranks that share memory: slices are read in place, without requests."""
+    """`FetchService` for ranks that share memory: slices are copied from the owner's memory, without requests."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._window = axis, SharedMemory.require(axis.shared)
@@ -274,7 +274,7 @@ class SharedSlices:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Copy the owners' slices into `full` once the owners have reached this rank's version; see `FetchService`."""
+        """Copy other ranks' slices into `full`, once the slices have this rank's version; see `FetchService.pull`."""
         shared = self._window
         first, last = (0, cuts[-1]) if within is None else (within.start, within.stop)
         givers = [r for r in self.axis.peers if max(cuts[r], first) < min(cuts[r + 1], last)]

@@ -72,7 +72,7 @@ class Header:
 
     Args:
         tree: pickle of the nested value, with each tensor replaced by its index.
-        leaves: shape, dtype and offset in the message of each tensor.
+        leaves: shape, dtype, requires_grad and offset (bytes from the first tensor) of each tensor.
     """
 
     tree: bytes
@@ -111,7 +111,7 @@ class P2PChannel:
 
     @staticmethod
     def require(axis: Axis, link: P2PChannel | None) -> None:
-        """Raise NotAvailableError if the axis has no backend that sends headers from host memory."""
+        """Raise NotAvailableError if an axis without tags has no `link` or no backend for headers in host memory."""
         if not axis.tagged and not (link is not None and axis.has_host_backend):
             raise NotAvailableError(
                 "stages of a pipeline send what describes their messages from host to host, and the process group has "
@@ -144,7 +144,7 @@ class Sender:
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
         """Send the output of `Header.take_apart` without blocking; the tensors may be modified after the call.
 
-        Raises CommError with the last label of every rank if the backend fails; `label` names the message there.
+        Raises CommError with the last label of every rank of the axis if the backend fails; `label`: name in the error.
         """
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
@@ -212,7 +212,7 @@ class Sender:
         self._underway = left
 
     def settle(self, label: str) -> None:
-        """Wait until gloo has sent all messages, because gloo reports completion only to a waiting caller."""
+        """Wait until gloo has sent all messages; gloo reports this only to a waiting caller. `label`: name in error."""
         if self.axis.shared is not None:
             return
         for works, buffer in self._underway:
@@ -244,7 +244,7 @@ class Receiver:
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
         """Wait for the next message; returns its header and tensors, which may be views of the sender's memory.
 
-        Raises CommError if the sender has ended or the wait times out; `label` names the message there.
+        Raises CommError if the sender has ended or the wait times out; `label`: name of the message in the error.
         """
         delay(label)
         self._sequence += 1

@@ -41,7 +41,7 @@ class PartitionedTensor:
             device: device for the result of `full`; None: the device of the part.
 
         Raises:
-            ArgumentError: size of the part or of the group differ from `meta`.
+            ArgumentError: the size of the part or of the group differs from `meta`.
         """
         numbers = meta.tolist()
         dims = numbers[0]
@@ -77,7 +77,7 @@ class PartitionedTensor:
     def full(self, device: torch.device | None = None) -> torch.Tensor:
         """Return the whole tensor, gathered from all ranks of the group, which must all call this.
 
-        device: device of the result; None: the original tensor's device, or the one passed to `from_meta`.
+        device: device of the result; None: the device of the original tensor, or that of `from_meta`.
         """
         widest = max(high - low for low, high in pairwise(self.partition))
         part = self.local_data.new_zeros(widest)

@@ -113,7 +113,7 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
         The outcome, which has the errors of all ranks.
 
     Raises:
-        CommError: a process of the axis has ended.
+        CommError: the ranks cannot communicate, for example because a process has ended.
     """
     run, result, error = runs.current(axis), None, None
     _underway.append(run)
@@ -139,7 +139,7 @@ comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda
 def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
     """Call `action` and return its result; if one rank fails, all ranks raise. All ranks must call this.
 
-    A rank that failed raises its own error; the others raise `elsewhere(global rank, text of its error)`.
+    A rank that failed raises its own error; the others raise `elsewhere(first failed global rank, error text)`.
     """
     result: Any = None
     error: Exception | None = None
@@ -234,7 +234,7 @@ class BatchCheck:
 
     Args:
         axis: these ranks.
-        share: verb phrase for the error message: what these ranks have in common.
+        share: verb phrase for the error message, with the common property of these ranks.
     """
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
@@ -279,7 +279,7 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
     """Find the first rank of an axis whose lines differ from those of the axis's first rank. All ranks must call this.
 
     Returns:
-        (its position on the axis, the first rank's line, its own line), or None if all are equal. Missing lines: None.
+        (its position, first rank's line, its line) at the first different line (None: missing); None if all are equal.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None

@@ -49,7 +49,7 @@ class Scalars:
 
 
 class FakeScalars(Scalars):
-    """Replacement for models on the meta device: every rank sends the same row, and every number is 1."""
+    """Replacement for models on `device` (None: meta): every rank sends the same row, and every number is 1."""
 
     device = torch.device("meta")
 

@@ -1,8 +1,8 @@
 """The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
 
-Each function uses shared memory, this package's algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32
-sums in rank order in all three cases; other operations, and `async_op`, use the backend. Without a process group, the
-functions raise UsageError; a failed collective raises CommError.
+A collective uses shared memory, this package's messages or the backend. On CPU, blocking `all_reduce` (SUM) and
+`reduce_scatter_tensor` of contiguous fp32, bf16 and fp16 tensors compute fp32 sums in rank order. Without a process
+group, the collectives raise UsageError; a failed collective raises CommError.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         func: function with the signature of its namesake in torch.distributed.
 
     Returns:
-        The function with three more arguments: `prof` (time this call), `log_name` (name in the label) and `debug` (add
-        the caller to the log line). Errors are CommError or CommTimeoutError with the last label of every rank.
+        The function with three more arguments: `prof` (time this call if timing is on), `log_name` (name in the label),
+        `debug` (log the caller). Failures raise CommError or CommTimeoutError, wrong arguments torch's errors.
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)
@@ -117,7 +117,7 @@ _axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its a
 
 
 def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
-    """Return the axis of a CPU group; None if the backend must execute the collective."""
+    """Return the axis of a CPU group, created by all its ranks; None if the backend must execute the collective."""
     for tensor in tensors:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -133,7 +133,7 @@ def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
 
 @timed_op
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
-    """All-reduce in place; arguments and result as in torch. On CPU, sums are computed in fp32 in rank order."""
+    """All-reduce in place; arguments and result as in torch. The module says when sums are in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
     axis = None if plain else _route(group, tensor)
     if axis is None or (axis.shared is None and axis.size == 2 and tensor.dtype == torch.float32):
@@ -154,7 +154,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Reduce-scatter; arguments and result as in torch. On CPU, sums are computed in fp32 in rank order."""
+    """Reduce-scatter; arguments and result as in torch. The module says when sums are in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
     axis = None if plain else _route(group, output, input)
     if axis is None or output.numel() * axis.size != input.numel():
@@ -174,7 +174,7 @@ def reduce_scatter_tensor(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """All-gather; arguments and result as in torch. CPU ranks of one machine use shared memory."""
+    """All-gather; arguments and result as in torch. CPU ranks of one machine use shared memory unless `async_op`."""
     axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
     if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
         return _all_gather(output_tensor, input_tensor, group, async_op)
@@ -220,7 +220,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Broadcast; arguments and result as in torch. CPU ranks of one machine use shared memory."""
+    """Broadcast; arguments and result as in torch. CPU ranks of one machine use shared memory unless `async_op`."""
     axis = None if async_op else _route(group, tensor)
     shared = None if axis is None else axis.shared
     if axis is None or shared is None or (src is None) == (group_src is None):
@@ -265,7 +265,7 @@ class ObjectExchange:
         return everyone
 
     def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
-        """Gather the objects of the ranks that exist, by position on the axis; a simulation has one rank."""
+        """Gather the objects of all ranks that exist (in a simulation, one), by position on the axis; a collective."""
         return dict(enumerate(self.gather(axis, local)))
 
 
@@ -330,7 +330,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **labels: Any,
 ) -> _All | None:
-    """All-reduce every tensor in place; with `async_op`, returns a handle. `labels`: arguments of `timed_op`."""
+    """All-reduce every tensor in place by the backend; returns a handle if `async_op`. `labels`: see `timed_op`."""
     return _All.start([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
 
 
@@ -393,8 +393,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: also return the figures.
 
     Returns:
-        With `return_dict`, the result of `CommsLogger.log_all`. `comms_logger.summary()` has the figures by group size
-        and in bytes per second.
+        With `return_dict`, the result of `CommsLogger.log_all`, else None. `comms_logger.summary()` has the figures by
+        group size and in bytes per second.
     """
     with ClientCollective("log_summary"):
         return comms_logger.log_all(True, show_straggler, return_dict)
@@ -420,5 +420,5 @@ def has_comm_data() -> bool:
 
 
 def reset_log() -> None:
-    """Delete the recorded times."""
+    """Delete the recorded times and byte counts."""
     comms_logger.reset()

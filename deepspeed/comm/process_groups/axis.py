@@ -2,7 +2,7 @@
 
 [Note: one axis per set] The dims of a mesh often contain the same ranks (with two ranks, `dp` is the world and also the
 client's own group). Messages are distinguished by channel, and channels are numbered per axis. So all messages between
-the same ranks use one `Axis`, whatever name or process group it was requested by. Process groups are created once per
+the same ranks and type of device use one `Axis`, whatever its names and process groups. Groups are created once per
 set of ranks and are destroyed only with the world: creating one is a collective of all ranks, and uses descriptors and
 threads that an engine must not leak.
 """
@@ -43,7 +43,7 @@ def tag_of(channel: int, kind: int, seq: int) -> int:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of an axis: `count` hosts with the same number of consecutive ranks, and the axis within this one."""
+    """Hosts of an axis: `count` hosts with equal numbers of consecutive ranks; `within`: axis of this host's ranks."""
 
     count: int
     within: Axis
@@ -60,7 +60,7 @@ class Axis:
         group: process group of `ranks`; None if nothing is sent: one rank, or meta tensors.
         tagged: messages have tags (gloo on CPU), so ranks may send in different orders.
         shared: memory that all ranks of the axis can read, or None.
-        hosts: set on axes of reductions that start within hosts.
+        hosts: hosts of an axis whose reductions start within hosts; else None.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Axis:
         return self.group is not None and torch.device("cpu") in self.group._device_types
 
     def message_groups(self, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
-        """Create a communicator for each edge (sender, receiver). All ranks of the world must call this.
+        """Return a communicator for each edge (sender, receiver). All ranks of the world must call this.
 
         Two stages that send to each other over one communicator without tags would deadlock, so each direction has its
         own. Edges are positions on the axis. With tags no communicator is needed: each entry is None.
@@ -187,12 +187,12 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
     """Return the axis of exactly these ranks, which must call this together.
 
     Args:
-        ranks: global ranks in any order, this one among them.
+        ranks: global ranks in any order, this rank among them.
         name: name in labels.
         device: device of the tensors that are sent; None: CPU.
 
     Raises:
-        ArgumentError: `ranks` repeats a rank, has one outside of the world, or lacks this one.
+        ArgumentError: `ranks` repeats a rank, has a rank outside of the world, or lacks this rank.
         UsageError: these ranks have no process group yet.
     """
     registry, key = axes_here(), tuple(sorted(ranks))
@@ -277,7 +277,7 @@ class AxisRegistry:
     def _group(
         self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None
     ) -> dist.ProcessGroup:
-        """Return the group of these ranks: the world, one of `make_groups`, another axis's, or the client's `group`."""
+        """Return a group of these ranks, preferably one that supports `where`; UsageError if there is none."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
         alive = [candidate for candidate in own if candidate is not None and self._alive(candidate)]
@@ -286,10 +286,10 @@ class AxisRegistry:
         return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
     def separate_reductions(self, axes: Iterable[Axis], everyone: Axis) -> None:
-        """Create separate communicators for reductions over `axes`, which would delay gathers on the same communicator.
+        """Create communicators for `Axis.reductions` of `axes`; on a shared one, reductions would delay gathers.
 
         Axes with tags need none. Axes differ between ranks (for example between pipeline stages), and all ranks must
-        create groups in the same order. So all ranks of `everyone` must call this; they exchange their needs first.
+        create groups in the same order. So all ranks of `everyone`, the axis of the world, must call this.
         """
         self._make_reductions(
             [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None], everyone
@@ -312,9 +312,9 @@ class AxisRegistry:
 
     @staticmethod
     def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
-        """Split ranks by host; returns [] if hierarchical sums save nothing, or hosts have different numbers of ranks.
+        """Split ranks by host; `hosts`: a key of the host by rank.
 
-        `hosts` is a key of the host by rank; the ranks of a host must be consecutive.
+        Returns [] if hierarchical sums save nothing, or unless hosts have equal numbers of consecutive ranks.
         """
         rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
         alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
@@ -337,13 +337,13 @@ class AxisRegistry:
 
     @staticmethod
     def device_backend(group: dist.ProcessGroup | None) -> str | None:
-        """Return the name of the backend for the group's device; None if there is none."""
+        """Return the name of the group's backend for devices other than the CPU; None if there is none."""
         devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
         return group._get_backend(devices[0]).name() if group is not None and devices else None
 
     @staticmethod
     def _moves(group: dist.ProcessGroup, where: str) -> bool:
-        """Return whether the group's backend supports the device type `where`."""
+        """Return whether the group's backend supports the device type `where`; assumed except for the CPU."""
         return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
 
     @staticmethod
@@ -359,7 +359,7 @@ class AxisRegistry:
     def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
         """Return a key of each rank's host: (host name, first rank on the host), since containers can share names.
 
-        The first rank is 0 for hosts whose ranks all have LOCAL_RANK 0: there it does not count the ranks of the host.
+        The first rank is 0 for hosts whose ranks all have LOCAL_RANK 0, which then does not number a host's ranks.
         """
         numbered = {name for name, local in places if local}
         return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}

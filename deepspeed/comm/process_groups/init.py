@@ -55,7 +55,7 @@ class _Rendezvous:
         self._job = names[0] if names else "unnamed"
 
     def meet(self) -> Store:
-        """Return the store of the new group, with its own key prefix; errors as in `_agree`. One rank needs no port."""
+        """Return the store of the new group, with its own key prefix (one rank: a local store); errors: `_agree`."""
         world, limit = self._world, self._limit
         if world.size == 1 and self._init_method is None:
             return dist.HashStore()
@@ -76,7 +76,7 @@ class _Rendezvous:
                 time.sleep(_POLL_S[1])
 
     def _open_store(self) -> Store:
-        """Connect to the store, whose keys the ranks have not agreed on yet; rank 0 starts the server."""
+        """Connect to the store; rank 0 starts the server, unless torchrun's agent runs one."""
         world, init_method = self._world, self._init_method
         if init_method is not None and not init_method.startswith("tcp://"):
             return next(dist.rendezvous(init_method, world.rank, world.size, timeout=self._limit))[0]
@@ -180,26 +180,26 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of this run, or adopt the one that torch.distributed already has.
+    """Join the process group of this run, or adopt the group of torch.distributed. All ranks must call this.
 
     Rank and world size come from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
-    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py. Without them, this process
-    is a world of one. All sources that are present must agree.
+    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py. Without any, this process
+    is a world of one. Sources must not contradict each other; torchrun and the `deepspeed` launcher have priority.
 
     Args:
         dist_backend: a torch.distributed backend; None: the accelerator's default. "nccl" without CUDA becomes "gloo".
         auto_mpi_discovery: also read the variables of other launchers, besides RANK and WORLD_SIZE.
         distributed_port: port on which rank 0 listens if MASTER_PORT is not set.
         verbose: log one line on rank 0.
-        timeout: maximum time of one collective; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
+        timeout: maximum time of one collective in a new group; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
         dist_init_required: False adopts an existing group and does not create one; None and True create a missing one.
-        config: the DeepSpeed configuration, for its `comms_logger` block.
+        config: the DeepSpeed configuration (dict or parsed), for its `comms_logger` block.
         rank: rank of this process, together with `world_size`; -1: from the environment.
-        world_size: number of processes.
+        world_size: number of processes; -1: from the environment.
 
     Raises:
-        ArgumentError: the environment or the arguments are contradictory.
+        ArgumentError: the environment or the arguments are invalid or contradictory.
         NotAvailableError: the backend is not part of this build of torch.
         CommTimeoutError: not all ranks arrived in time.
         CommError: the rendezvous failed otherwise, for example because two processes have the same rank.
@@ -239,7 +239,7 @@ def default_timeout(timeout: timedelta | None = None) -> timedelta:
 
 
 def choose_backend(asked: str | None) -> str:
-    """Return the backend to use: `asked`, or the accelerator's if None; gloo instead of NCCL without CUDA.
+    """Return the backend to use: `asked`, or by default the accelerator's; gloo instead of NCCL without CUDA.
 
     Raises:
         NotAvailableError: this build of torch does not have the backend.
@@ -258,7 +258,7 @@ def choose_backend(asked: str | None) -> str:
 
 
 def _bind_device(world: World) -> None:
-    """Select the device with the local rank's index; raises ArgumentError if the process does not see it."""
+    """Select the local rank's device (0 if the process sees only its own); ArgumentError if there is none."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
@@ -311,7 +311,7 @@ def _adopt(rank: int, size: int) -> None:
 
 
 def _limit_of(backend: Any) -> timedelta:
-    """Return the timeout of a backend's collectives; the default if the backend has none."""
+    """Return the timeout of a backend's collectives; `default_timeout()` if the backend has none."""
     try:
         return backend.options._timeout
     except (AttributeError, RuntimeError):  # no options, or none that Python can read
@@ -319,7 +319,7 @@ def _limit_of(backend: Any) -> timedelta:
 
 
 def _leave() -> None:
-    """Stop the watchdog at exit, and destroy the group unless an exception ends the process (peers may have ended)."""
+    """Do `wind_up` at exit, and destroy the group unless an exception ends the process (peers may have ended)."""
     wind_up()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -33,9 +33,9 @@ class World:
 
     @classmethod
     def from_values(cls, values: Mapping[str, str], source: str, port: int) -> World:
-        """Parse RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; raises ArgumentError if one is invalid.
+        """Parse RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; `port` is the default of MASTER_PORT.
 
-        `source` is for the error message, `port` is the default of MASTER_PORT.
+        Raises ArgumentError, which names `source`, if RANK or WORLD_SIZE is missing or a value is invalid.
         """
 
         def number(name: str, default: int | None) -> int:
@@ -57,7 +57,7 @@ class World:
 
     @classmethod
     def of_one(cls, env: Environment, port: int) -> World:
-        """Return a world of this process alone; raises ArgumentError in a SLURM script that did not start its tasks."""
+        """Return a world of this process alone; raises ArgumentError in a SLURM batch script for several tasks."""
         tasks = env.get("SLURM_NTASKS", "")
         in_step = any(name.startswith("SLURM_STEP") for name in env)
         if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
@@ -68,7 +68,7 @@ class World:
         return cls(port=port)
 
     def meeting_address(self, env: Environment = os.environ) -> str:
-        """Return rank 0's address; raises ArgumentError if it is unknown and ranks may run on several machines."""
+        """Return rank 0's address; raises ArgumentError if none is set and ranks may run on several machines."""
         if self.address:
             return self.address
         local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ""
@@ -174,7 +174,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
 
 
 def claims(env: Environment, root: str = "/") -> list[Claim]:
-    """Return the claim of each source whose variables are set, the most specific source first."""
+    """Return the claims of the sources whose variables are set, most specific first; mpi4py's only without others."""
     probes: tuple[Callable[[Environment], Claim | None], ...] = (
         lambda e: from_sagemaker(e, root),
         from_open_mpi,
@@ -200,9 +200,9 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
 
 
 def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
-    """Read the variables of SageMaker: MPI's ranks if it runs MPI, else one process per host; None without hosts.
+    """Read the variables of SageMaker: MPI's ranks under MPI, else one process per host; None without hosts.
 
-    The first host is the master. A container with a custom entry point has no variables, only a file under `root`.
+    The first host (in numeric order) is the master. Containers with custom entry points have only a file under `root`.
 
     Raises:
         ArgumentError: the variables contradict each other or the file.
@@ -234,7 +234,7 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def from_open_mpi(env: Environment) -> Claim | None:
-    """Read the variables of Open MPI's mpirun, and Azure ML's master node; None if they are not set."""
+    """Read the variables of Open MPI's mpirun, and Azure ML's master node; None without mpirun."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"
@@ -325,7 +325,7 @@ def from_pods(env: Environment) -> Claim | None:
 def from_indexed_job(env: Environment) -> Claim | None:
     """Read the variables of a Kubernetes Indexed Job; None outside of one.
 
-    Kubernetes sets the index, and the manifest WORLD_SIZE; without it, raises ArgumentError. Pods are named
+    Kubernetes sets the index, and the manifest WORLD_SIZE; raises ArgumentError without WORLD_SIZE. Pods are named
     <job>-<index>, so rank 0's host name is known if a headless service exists.
     """
     index = env.get("JOB_COMPLETION_INDEX", "")
@@ -345,7 +345,7 @@ def from_indexed_job(env: Environment) -> Claim | None:
 
 
 def from_mpi4py(env: Environment) -> Claim | None:
-    """Read rank and size from mpi4py, a collective of MPI; None if it is not installed or MPI is not in use."""
+    """Read ranks, size and host from mpi4py, a collective of MPI; None without mpi4py or without variables of MPI."""
     if not any(name.startswith(("PMI_", "PMIX_", "OMPI_")) for name in env):
         return None
     try:

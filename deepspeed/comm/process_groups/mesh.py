@@ -2,10 +2,10 @@
 
 Dims, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the sharded state (hybrid sharding), `dp_shard`
 ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Consecutive ranks differ in the
-innermost dim first. Ranks that differ only in `dp_*` or `sp` have the same model slice, so ZeRO shards over them.
+innermost dim first. Ranks that differ only in `dp_*` or `sp` have the same model slice. ZeRO shards over dp_shard x sp.
 
-Expert parallelism divides `dp_shard x sp` into `edp x ep`: `ep` consecutive ranks divide a layer's experts, and ranks
-that differ only in `edp` have the same experts. Layers may have different `ep` sizes on one mesh.
+Expert parallelism divides `dp_shard x sp` into `edp x ep`: ranks along `ep` divide a layer's experts, and ranks along
+`edp` have the same experts. Layers may have different `ep` sizes on one mesh.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Mesh:
         device: device of the tensors that are sent along the axes; None: CPU.
 
     Raises:
-        MeshError: a dim is unknown, or the sizes do not multiply to the number of started ranks.
+        MeshError: a dim is unknown, `ranks` is no permutation, or the sizes do not multiply to the started ranks.
 
     Example:
-        >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on 4 ranks
+        >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on rank 0 of 4
         >>> mesh.axis("tp").ranks
         (0, 1)
     """
@@ -106,7 +106,7 @@ class Mesh:
         return known
 
     def rows(self, *dims: str, stages: frozenset[int] | None = None, ep: int | None = None) -> list[tuple[int, ...]]:
-        """Partition all ranks into rows that differ only in the named dims; see `axis`."""
+        """Partition all ranks into rows whose ranks differ only in the named dims; arguments as in `axis`."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             coordinates = self._at[rank] if ep is None else self.expert_coordinates(rank, ep)
@@ -146,11 +146,11 @@ class Mesh:
     def of_unit(cls, mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
         """Return the mesh that a client's model-parallel unit describes. All ranks must call this.
 
-        The unit is a `Mesh`, or has `get_data_parallel_group` and, for each model-parallel dim, a method that returns
-        the dim's group. `asked`: see `resolve`.
+        The unit is a `Mesh`, or has `get_data_parallel_group` and, for each other dim of several ranks, a method that
+        returns the dim's group. `asked`: see `resolve`.
 
         Raises:
-            MeshError: the groups form no mesh, or contradict `asked`.
+            MeshError: the unit lacks `get_data_parallel_group`, or its groups form no mesh or contradict `asked`.
         """
         if isinstance(mpu, cls):
             groups = [
@@ -205,7 +205,7 @@ class Mesh:
         return lambda: self.answer(dims, what)
 
     def answer(self, dims: tuple[str, ...], question: str) -> Any:
-        """Return the process group, this rank's position or the size along dims: "group", "rank" or "world_size"."""
+        """Return the process group ("group"), this rank's position ("rank") or the size ("world_size") along `dims`."""
         axis = self.axis(*dims)
         if question == "group":
             return axis.group if axis.group is not None else get_own_group()
@@ -258,7 +258,7 @@ def ask_current(unit: str, question: str) -> Callable[[], Any]:
 
 
 def _broadcast_source() -> int:
-    """Return the lowest global rank with the same model slice, which broadcasts the parameters."""
+    """Return the lowest global rank with this rank's model slice, which broadcasts the parameters."""
     return current_mesh().axis(*UNITS["sequence_data_parallel"]).ranks[0]
 
 
@@ -280,7 +280,7 @@ _meshes: list[Mesh] = []  # the newest last
 
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
-    """Return the mesh of these sizes; equal arguments give the same object. All ranks must call this; see `Mesh`."""
+    """Make the mesh of these sizes current and return it; equal arguments, same object. All ranks must call this."""
     _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # drop those of earlier process groups
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
@@ -298,7 +298,7 @@ def forget_meshes() -> None:
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of the newest engine or `zero.Init`; else a data-parallel mesh of all ranks."""
+    """Return the mesh of the newest engine or `zero.Init`; else all ranks together create a data-parallel mesh."""
     if _meshes and _meshes[-1].world_axes is axes_here():
         return _meshes[-1]
     return mesh_for({"dp_shard": ranks_started()})
@@ -336,13 +336,13 @@ def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
         The size of each dim of `DIMS`.
 
     Raises:
-        MeshError: two origins disagree, or the sizes do not fit the world (the message names the nearest that do).
+        MeshError: a dim or size is invalid, two origins disagree, or the sizes do not fit the world.
     """
     return _Sizes(world, asked).resolve()
 
 
 class _Sizes:
-    """Requested sizes with their origins; `resolve` computes the others."""
+    """Requested sizes with their origins; `resolve` computes the sizes of all dims."""
 
     def __init__(self, world: int, asked: Iterable[Asked]) -> None:
         self.world = world
@@ -413,7 +413,7 @@ class _Sizes:
         return world // known
 
     def _fold_shard(self, data: int) -> None:
-        """Replace the size of "shard" (`mics_shard_size`) by dp_shard, which is that size divided by sp."""
+        """Replace the size of "shard" (`mics_shard_size`) by dp_shard: that size divided by sp, at most `data`."""
         sizes, origins = self.sizes, self.origins
         asked, sp = sizes.pop("shard"), sizes["sp"]
         if asked % sp:
@@ -430,7 +430,7 @@ class _Sizes:
         origins.setdefault("dp_shard", origins["shard"])
 
     def _impossible(self, why: str, of: int, near: int, dim: str = "") -> MeshError:
-        """Create the error for a size that does not divide `of`; it names the nearest divisors."""
+        """Create the error for a size that does not divide `of`; the message names the divisors nearest to `near`."""
         fits = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - near), d))[:2]
         known = [(name, size) for name, size in self.sizes.items() if name in self.origins]
         asked = ", ".join(f"{name} {size} (by {self.origins[name]})" for name, size in known)

@@ -30,24 +30,24 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process's rank in `group` (None: the world); -1 for non-members. UsageError without any group."""
+    """Return this process's rank in `group` (None: the world); -1: not a member. UsageError without a process group."""
     require_group()
     return dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes in `group` (None: the world); raises UsageError without a process group."""
+    """Return the size of `group` (None: the world); -1: not a member. Raises UsageError without a process group."""
     require_group()
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its machine: LOCAL_RANK, else the index of its device."""
+    """Return this process's rank on its machine: LOCAL_RANK, else the index of its current device."""
     return int(os.environ.get("LOCAL_RANK") or get_accelerator().current_device())
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the global rank of rank `group_rank` of `group`; raises UsageError without a process group."""
+    """Return the global rank of rank `group_rank` of `group` (None: the world); UsageError without a process group."""
     require_group()
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
@@ -59,7 +59,7 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of `group` (None: the world), in the group's order; UsageError without any group."""
+    """Return the global ranks of `group` (None: the world), in the group's order; UsageError if there is no group."""
     require_group()
     return list(dist.get_process_group_ranks(group))
 
@@ -77,7 +77,7 @@ def new_group(
 
     Args:
         ranks: members of the group; None: all ranks.
-        timeout: maximum time of one collective in the group; None: the world's timeout.
+        timeout: maximum time of one collective; None: the watchdog's, which a longer timeout replaces.
         backend: backend of the group; None: the world's backend.
         options: further arguments of torch.distributed.new_group.
 
@@ -102,7 +102,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Create torch's DeviceMesh of all ranks, for example of shape (2, 4) with dims ("replicate", "shard").
+    """Create torch's DeviceMesh, for example of shape (2, 4) with dims ("replicate", "shard"). All ranks call this.
 
     Raises:
         UsageError: there is no process group.
@@ -112,7 +112,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def set_backend(backend: str) -> None:
-    """Raise NotAvailableError if `backend` is not in use, since a process group cannot change its backend."""
+    """Raise NotAvailableError if the world does not use `backend`, since a process group cannot change its backend."""
     if backend not in get_backend():
         raise NotAvailableError(
             f"set_backend({backend!r}): the process group runs on {get_backend()!r}. Name the backend in "
@@ -156,7 +156,7 @@ def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """Do `mpi_discovery` in Azure ML, with AZ_BATCH_MASTER_NODE as the master; arguments and errors as there."""
+    """Do `mpi_discovery` from Open MPI's and Azure ML's variables; arguments and errors as there."""
     _export((launch_env.from_open_mpi,), master_port, verbose)
 
 

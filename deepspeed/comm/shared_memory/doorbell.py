@@ -2,7 +2,7 @@
 
 [Note: one bell] A process belongs to several groups (shards, replicas, the world), each with its own memory. A rank
 that waits in one group may depend on a peer that waits for this rank in another group. So all groups of a process share
-one bell (a counter in shared memory), which peers ring whenever they post in any of them. A waiting rank receives the
+one bell (a counter in shared memory), which peers ring whenever they post in any group. A waiting rank receives the
 messages of all groups and runs all `workers`, whichever memory it waits in.
 """
 
@@ -43,7 +43,7 @@ class GroupSharedMemory(Protocol):
         ...
 
     def nap(self, seen: int, microseconds: int) -> None:
-        """Sleep until the bell has rung more than `seen` times, or the time is over."""
+        """Sleep until the bell has rung more than `seen` times, at most for `microseconds`."""
         ...
 
     def drain(self) -> bool:
@@ -74,7 +74,7 @@ class Groups:
         return self._bells[process, descriptor]
 
     def forget(self) -> None:
-        """Close this process's bell and forget all others after the groups are destroyed; process ids can be reused."""
+        """Close this process's bell and drop all memories and bells after the groups are destroyed."""
         self.memories.clear()
         self._bells.clear()
         if self._bell is not None:
@@ -86,7 +86,7 @@ class Groups:
         return all([memory.drain() for memory in self.memories])
 
     def work(self) -> None:
-        """Run the workers, in one thread at a time. Nested waits of that thread also run them."""
+        """Run the workers unless another thread runs them; nested waits of this thread also run the workers."""
         if self._working.acquire(blocking=False):
             try:
                 for worker in list(self.workers):

@@ -1,11 +1,11 @@
 """Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
 
 [Note: shared memory] Ranks of one machine can read each other's buffers instead of receiving copies. A *post* gives the
-peers the address of a buffer; each reader reads it there, in any order, and acknowledges, so that the sender may reuse
-it. An *ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these
-in the same order. Both give the fp32 sum in rank order. While a rank waits, it also completes other messages that peers
+peers the address of a buffer; each reads the buffer there, in any order, and acknowledges, so that the sender may reuse
+it. An *ordered* collective streams through small slots (`native/shm.cpp`); all ranks call such collectives in the same
+order. Sums of both kinds are fp32 sums in rank order. While a rank waits, it also completes other messages that peers
 may be waiting for (`comm/shared_memory/doorbell.py`). The memory consists of memfds, which peers open in /proc of their
-owner (`comm/shared_memory/allocator.py`): they have no names, so a killed rank leaves no files behind.
+owner (`comm/shared_memory/allocator.py`): memfds have no names, so a killed rank leaves no files behind.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, b
 
 
 class SharedMemory:
-    """This process's view of a group's shared memory; use `shared_memory_of`. RuntimeError without native library."""
+    """This process's view of a group's shared memory, created by `shared_memory_of`; needs the native library."""
 
     def __init__(
         self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
@@ -181,7 +181,7 @@ class SharedMemory:
             self._push(peer, _ACK, tag)
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
-        """Return a handle that completes once all of `peers` have read this rank's post."""
+        """Return a handle that completes once all of `peers` have acknowledged this rank's post under `tag`."""
 
         def ready() -> bool:
             if self._acks[tag] < len(peers):
@@ -278,7 +278,7 @@ class SharedMemory:
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
         """Write the sum of all ranks' `flat`, in this rank's slice flat[cuts[rank] : cuts[rank + 1]], to `out`.
 
-        Contiguous fp32, bf16 or fp16 tensors; raises as `broadcast` does.
+        Contiguous tensors of one dtype: fp32, bf16 or fp16; raises as `broadcast` does.
         """
         bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
         run = self._native.ds_shm_reduce_scatter
@@ -287,7 +287,7 @@ class SharedMemory:
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
         """Copy each rank r's `own` to full[cuts[r] : cuts[r + 1]] on all ranks; contiguous, any dtype.
 
-        `own` may be a view of `full`; `mark` and errors as in `broadcast`.
+        `own` may be this rank's slice of `full`; `mark` and errors as in `broadcast`.
         """
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
@@ -300,7 +300,7 @@ class SharedMemory:
             mark: number that identifies the call, equal on all ranks.
 
         Raises:
-            RuntimeError: operation, size or mark differ between ranks, or as in `Until.wait`.
+            RuntimeError: operation, size or mark differ between ranks; also the errors of `Until.wait`.
         """
         nbytes = tensor.numel() * tensor.itemsize
         self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
@@ -347,7 +347,7 @@ def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float,
     """Do `sum_in_rank_order` in native code, in one pass over memory.
 
     Returns:
-        False, with `out` unchanged, without the native library, or if devices or dtypes are not supported.
+        True, or False with `out` unchanged: no native library, `out` is not on the CPU, or dtypes are not supported.
     """
     native = library()
     kinds = [KINDS.get(part.dtype) for part in parts]
@@ -378,7 +378,7 @@ class _Offer(NamedTuple):
     def map_all(
         offers: list[_Offer], rank: int, memory: mmap | None, bell: mmap | None
     ) -> tuple[list[mmap], list[mmap]] | None:
-        """Map the segments and bells of all ranks; returns None if one cannot be mapped."""
+        """Map the memory of all ranks; returns (segments, bells), or None if an entry cannot be mapped."""
         if memory is None or bell is None or len({offer[:2] for offer in offers}) > 1:
             return None
         segments, bells = [], []

@@ -48,12 +48,12 @@ class CollectiveEvent:
         self.label, self.ranks, self.category = label, ranks, category
 
     def order(self, kind: str, owner: Any, size: int = 0, label: str = "") -> None:
-        """Record a collective in the desync trail (`watchdog/desync.py`); all ranks of `owner` in the same order.
+        """Record a collective in the desync trail (`watchdog/desync.py`). All ranks of `owner` call this in one order.
 
         Args:
             kind: kind of caller (`public`, `internal`, `groups`); each kind has its own order.
             owner: the process group or axis.
-            size: number of elements, equal on every rank; 0 if the label contains it.
+            size: number of elements, equal on every rank; 0: not compared.
             label: text that is compared between ranks; empty: the event's label.
         """
         if trail.interval:
@@ -63,13 +63,13 @@ class CollectiveEvent:
 
     @classmethod
     def of_world(cls, label: str) -> CollectiveEvent:
-        """Create the event of a collective of all ranks and record it in the desync trail."""
+        """Create the event of a collective of all ranks, recorded in the desync trail."""
         event = cls(label, category=WAIT)
         event.order("groups", dist.group.WORLD)
         return event
 
     def begin(self) -> None:
-        """Record that the host enters the collective; raises CommError if another rank has reported a failure."""
+        """Record that the host enters the collective; raises CommError if the watchdog has reported a failure."""
         if here.resting and here.watcher is not None:
             here.watcher.go_on()
         if here.verdict is not None:
@@ -127,7 +127,7 @@ class ClientCollective(CollectiveEvent):
         return sum(map(cls._size, message)) if isinstance(message, list) else 0
 
     def note_order(self, group: Any, label: str) -> None:
-        """Record the call in the desync trail if this rank is a member of the group (None: the world)."""
+        """Record the call as `label` in the desync trail, if the group (None: the world) has this and other ranks."""
         group = dist.group.WORLD if group is None else group
         if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
             self.order("public", group, 0, label)

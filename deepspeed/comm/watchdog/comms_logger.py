@@ -40,7 +40,7 @@ _KEPT = 1 << 13  # number of newest calls of one operation and size whose times 
 
 
 class CallTimes(deque[float]):
-    """Milliseconds of recent calls of one operation and size, and totals of count, time and bytes."""
+    """Milliseconds of recent calls of one operation and size, and totals of calls, milliseconds and received bytes."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_KEPT)
@@ -98,11 +98,11 @@ class CommsLogger:
         self.enabled = self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Time only the operations in `prof_ops` from now on."""
+        """Time only the operations in `prof_ops`, and calls with `prof=True`, from now on."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Also time the operations with these names, such as "all_reduce"."""
+        """Add operations, such as "all_reduce", to `prof_ops`; does not change `enabled`."""
         self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ class CommsLogger:
         return self.enabled and (self.prof_all or asked or operation in self.prof_ops)
 
     def begin(self, message: Any) -> Any:
-        """Start timing a call and return the start for `end`: a device event, or nanoseconds if not on a device."""
+        """Start timing a call and return the start for `end`: an event for a device tensor, else nanoseconds."""
         if not isinstance(message, torch.Tensor) or message.device.type in ("cpu", "meta"):
             return now()
         event = get_accelerator().Event(enable_timing=True)
@@ -122,7 +122,7 @@ class CommsLogger:
         return event
 
     def end(self, begun: Any, operation: str, size: int, ranks: int, note: str, received: int = 0) -> None:
-        """Record the call that started at `begun`, on a device once it has finished; other arguments as in `record`."""
+        """Record the call that started at `begun` (on a device, once it has finished). Other arguments: `record`."""
         if isinstance(begun, int):
             self.record(operation, size, ranks, (now() - begun) / 1e9, note, received)
             return
@@ -138,7 +138,7 @@ class CommsLogger:
         self.record(operation, size, ranks, begun.elapsed_time(ended) / 1e3, note, received)
 
     def settle(self) -> None:
-        """Wait until every started call has a time."""
+        """Wait until the device has finished every call that was passed to `end`, and record these calls."""
         while self._underway:
             self._read_oldest()
 
@@ -146,10 +146,10 @@ class CommsLogger:
         """Record a finished call.
 
         Args:
-            operation: its name in the table.
+            operation: name of the operation in the table.
             size: bytes of the message.
             ranks: number of participating ranks.
-            seconds: its duration.
+            seconds: duration of the call.
             note: text of the line that `verbose` logs.
             received: bytes that came from other ranks.
         """
@@ -162,7 +162,7 @@ class CommsLogger:
         self.received[tuple(ranks)] = self.received.get(tuple(ranks), 0) + nbytes
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Record one call of all ranks that the caller has timed itself.
+        """Record a call of all ranks; the caller has measured its duration.
 
         Args:
             raw_name: name of the operation, which determines the bandwidth formula.
@@ -207,13 +207,13 @@ class CommsLogger:
             return_dict: return the figures.
 
         Returns:
-            With `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms, tput_avg_gbps,
-            busbw_avg_gbps, msg_size_bytes, msg_size_str), "straggler_analysis" (None, or the same with count,
-            total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and "metadata"
-            (world_size, rank, timestamp). Speeds are Gbit/s; averages omit the smallest and the largest tenth.
+            None, or with `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms,
+            tput_avg_gbps, busbw_avg_gbps, msg_size_bytes, msg_size_str), "straggler_analysis" (None, or operation →
+            bytes → count, total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and
+            "metadata" (world_size, rank, timestamp). Speeds are Gbit/s, averages without smallest and largest tenth.
 
         Raises:
-            ArgumentError: the file `curve` cannot be read.
+            ArgumentError: the file `curve` cannot be read (with `print_log`).
         """
         self.settle()
         waits = self._straggling(self._fastest(self.times)) if show_straggler else None
@@ -246,7 +246,7 @@ class CommsLogger:
         return {"summary": summary, "straggler_analysis": waits, "metadata": about}
 
     def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
-        """Compute rows with each call's waiting time: its time on this rank minus the shortest time on any rank."""
+        """Return waiting times by operation and bytes: a call's time on this rank minus the shortest on any rank."""
         by_operation: dict[str, dict[int, Any]] = {}
         for operation, sizes in self.times.items():
             for (size, ranks), times in sizes.items():
@@ -264,10 +264,10 @@ class CommsLogger:
         return by_operation
 
     def summary(self, fastest: Mapping[tuple[str, int, int], Sequence[float]] | None = None) -> list[dict[str, Any]]:
-        """Return one row per operation and size, in bytes per second and with the group's size.
+        """Return one row per operation, message size and number of ranks.
 
         Args:
-            fastest: by (operation, bytes, ranks), each call's shortest milliseconds on any rank; adds straggler_ms.
+            fastest: by (operation, bytes, ranks), each call's shortest milliseconds on any rank; None: no straggler_ms.
 
         Returns:
             Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second),
@@ -316,7 +316,7 @@ class CommsLogger:
 
     @staticmethod
     def received_in(operation: str, size: int, ranks: int) -> int:
-        """Return the bytes that a rank receives in a collective with a message of `size` bytes, for any algorithm."""
+        """Return the bytes that a rank receives for a message of `size` bytes, as in nccl-tests; 0 if undefined."""
         if operation in ("broadcast", "recv", "irecv"):
             return size
         return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
@@ -337,7 +337,7 @@ class CommsLogger:
     def _fastest(
         times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
     ) -> dict[tuple[str, int, int], list[float]]:
-        """Return the shortest time of each call on any rank. All ranks must call this."""
+        """Return each call's shortest ms on any rank, by (operation, bytes, ranks). All ranks must call this."""
         local_times = {
             (operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()
         }
@@ -378,7 +378,7 @@ class Curve:
             raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
     def busbw(self, operation: str, size: int) -> float:
-        """Return the interpolated bus bandwidth for `size` bytes in 10⁹ bytes per second; 0 if it was not measured."""
+        """Return the bus bandwidth for `size` bytes in 10⁹ B/s, interpolated or of the nearest size; 0: unknown."""
         rows = self._rows.get(_LIKE.get(operation, operation), ())
         below = [row for row in rows if row["bytes"] <= size]
         above = [row for row in rows if row["bytes"] >= size]
@@ -414,7 +414,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
 
     Args:
         comm_op: name of the collective.
-        size: bytes of the message on one rank.
+        size: bytes of the message on one rank; for all-gather and reduce-scatter, of that rank's part.
         duration: milliseconds.
         ranks: number of participating ranks; None: all ranks.
     """
@@ -439,7 +439,7 @@ def configure(
     """Change settings of the comms logger; None leaves a setting unchanged.
 
     Args:
-        deepspeed_config: a dict or parsed configuration with a `comms_logger` block; the other arguments override it.
+        deepspeed_config: a dict or parsed configuration with a `comms_logger` block, which other arguments override.
         enabled: time collectives.
         prof_all: time all operations.
         prof_ops: names of the operations to time.

@@ -70,7 +70,7 @@ class DesyncDetector:
         """Record a collective before it begins.
 
         Args:
-            owner: its process group or axis.
+            owner: process group or axis of the collective.
             kind: kind of caller; each kind has its own order.
             ranks: returns the participating ranks; called once per owner and kind.
             label: text that is equal on these ranks.
@@ -94,7 +94,7 @@ class DesyncDetector:
                         marks.append((stream.count, stream.hash))
 
     def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _CollectiveLog:
-        """Return the log of an owner (a stream), created at the first call; owners with the same ranks share it."""
+        """Return the log of an owner (a stream), created at the first call; equal kind and ranks share one log."""
         entries = max(_LEAST_ENTRIES, 4 * self.interval)
         name = f"{kind} {len(ranks)} {zlib.crc32(repr(list(ranks)).encode()):x}"
         with self._lock:
@@ -103,7 +103,7 @@ class DesyncDetector:
         return stream
 
     def leaders(self, rank: int) -> dict[int, list[str]]:
-        """Return the names of this rank's streams by the lowest rank of their set, with which `rank` compares."""
+        """Return the names of streams by the lowest rank of their set; not those in which `rank` is the lowest."""
         by_rank: dict[int, list[str]] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -117,7 +117,7 @@ class DesyncDetector:
         return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
 
     def differs(self, remote_marks: bytes, names: Sequence[str]) -> str:
-        """Describe where the streams `names` differ from another rank's `marks()`; returns "" if they agree."""
+        """Describe the first difference of the streams `names` from another rank's `marks()`; "" if there is none."""
         local, others = json.loads(self.marks()), json.loads(remote_marks)
         for name in names:
             known = dict(map(tuple, others.get(name, ())))
@@ -131,7 +131,7 @@ class DesyncDetector:
             return self._streams[name].ranks
 
     def latest(self, count: int = 3) -> list[str]:
-        """Return lines that describe this rank's last `count` collectives of each stream, with the user's file."""
+        """Describe this rank's last `count` collectives in at most `_TOLD_SETS` streams, one collective per line."""
         lines: list[str] = []
         with self._lock:
             for stream in list(self._streams.values())[:_TOLD_SETS]:
@@ -143,7 +143,7 @@ class DesyncDetector:
         return lines
 
     def recent(self) -> bytes:
-        """Serialize the newest calls of all streams with host, file and line, for `parting` on another rank."""
+        """Serialize the host and the newest calls of all streams, with file and line, for `parting` on another rank."""
         recent: dict[str, Any] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -153,10 +153,10 @@ class DesyncDetector:
 
     @classmethod
     def parting(cls, marks: Mapping[int, bytes]) -> str:
-        """Describe the first collectives in which trails differ; returns "" if no difference is known.
+        """Describe the first difference in at most `_TOLD_SETS` streams; returns "" if no difference is known.
 
         Args:
-            marks: the result of `recent` of each rank.
+            marks: result of `recent`, by rank.
         """
         read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
         hosts = {rank: record["host"] for rank, record in read.items()}
@@ -188,7 +188,7 @@ class DesyncDetector:
 
     @staticmethod
     def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
-        """Return a line for each rank's call, the rarest call first; of many equal calls, only the first few ranks."""
+        """Return a line for each rank's call, the rarest call first; of equal calls, at most `_TOLD_RANKS` ranks."""
         ways: dict[str | None, list[int]] = {}
         for rank, entry in sorted(entries.items()):
             ways.setdefault(entry and entry[0], []).append(rank)

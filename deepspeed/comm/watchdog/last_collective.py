@@ -80,7 +80,7 @@ class LastCollectivePage:
 
     @staticmethod
     def map(address: str) -> mmap.mmap | None:
-        """Map the page of another process, whose `share` returned the address; None if that process has ended."""
+        """Map the page of another process, whose `share` returned the address; None if it has ended or is hidden."""
         process, descriptor, token = address.split(" ")
         try:
             with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
@@ -131,7 +131,7 @@ def backend_settings() -> str:
 
 
 def whereabouts() -> str:
-    """Describe the host, the innermost line of the user's code in the main thread, and the pending device message."""
+    """Describe the host, the main thread's innermost line of the user's code, and the oldest pending device message."""
     late = underway.oldest()
     frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     place = "" if frame is None else f", {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -158,7 +158,7 @@ _MOST = 4096  # maximum number of entries: without the watchdog's thread nothing
 class PendingDeviceWork:
     """Queue of the messages that this process's device streams wait for, oldest first.
 
-    Threads that communicate add messages; only the watchdog's thread removes them.
+    Threads that communicate add messages; `oldest` removes finished messages.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class PendingDeviceWork:
         self._spent: deque[Any] = deque(maxlen=_MOST)  # events for reuse: creating one takes longer than recording
 
     def add(self, label: str, tensor: torch.Tensor) -> None:
-        """Add a message that the current stream has just started to wait for."""
+        """Add a message that the current stream has just started to wait for; ignored if `tensor` is on the host."""
         if tensor.device.type in ("cpu", "meta"):
             return
         try:
@@ -177,7 +177,7 @@ class PendingDeviceWork:
         self._entries.append((label, event, time.monotonic()))
 
     def oldest(self) -> tuple[str, float] | None:
-        """Return (label, age in seconds) of the first unfinished message, or None."""
+        """Return (label, age in seconds) of the oldest unfinished message; None without one or after a device error."""
         while self._entries:
             label, event, since = self._entries[0]
             try:

@@ -47,10 +47,10 @@ _WAIT_S = 0.002
 
 
 class Stopping:
-    """Stop request of this process, used by its main thread and its watchdog's thread.
+    """Request that all ranks stop after the same step, used by the main thread and the watchdog's thread.
 
     Attributes:
-        possible: the watchdog runs or a stop was requested, so the main thread must count its steps.
+        possible: a watchdog was started or a stop was requested, so the main thread must count its steps.
         request: number of the signal that requested the stop; 0: none.
     """
 
@@ -78,7 +78,7 @@ class Stopping:
             self._decision = self._promise = self._steps
 
     def step(self, check: Callable[[], None], wake: Callable[[], None]) -> int:
-        """Record the end of a step, in the main thread; after a stop request, wait for the agreement on the last step.
+        """Record the end of a step, in the main thread; wait at the promised step (see [Note: agreeing on a step]).
 
         Args:
             check: called while waiting; raises if a rank has failed, since the ranks then cannot agree.
@@ -127,7 +127,7 @@ _ADVICE = (
 
 
 def full_report(what: str, report: str) -> str:
-    """Format an error message: the failure `what`, the lines `report` of all ranks, advice and backend settings."""
+    """Format an error message: the failure `what`, the lines `report` of the ranks, advice, backend settings."""
     settings = backend_settings()
     return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
         f"\nSet: {settings}" if settings else ""
@@ -135,7 +135,7 @@ def full_report(what: str, report: str) -> str:
 
 
 def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
-    """Format a report's line; `page`: the rank's newest page or None, `answered`: it has answered the alarm."""
+    """Format a rank's line; `page`: its newest page or None, `answered`: whether the rank has answered the alarm."""
     if page is None:
         return f"  rank {rank}: no answer (process gone or not started)"
     where, state = describe(page)
@@ -188,7 +188,7 @@ class WatchdogState:
         self.watches = 0
 
     def raise_if_alarmed(self, label: str = "") -> None:
-        """Raise CommError if another rank has reported a failure; `label`: a collective that then does not start."""
+        """Raise CommError if the watchdog knows of a failure; `label`: collective that then does not start, or ""."""
         if self.verdict is not None:
             self.raised = True
             raise CommError(f"'{label}' was not started: {self.verdict}" if label else self.verdict)
@@ -216,7 +216,7 @@ class WatchdogState:
         """Record the end of a step; returns 0, or the signal's number if all ranks agreed to stop after this step.
 
         Raises:
-            CommError: another rank has failed while this one waited for the agreement.
+            CommError: another rank has failed while this rank waited for the agreement.
         """
         if self.watcher is None:
             stopping.alone()
@@ -234,7 +234,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
 
     Args:
         label: name of the collective or computation that failed.
-        error: its exception.
+        error: exception of the failure.
         ranks: global ranks that the report lists; None: all ranks.
 
     Returns:
@@ -277,16 +277,16 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
 
 @released_in(Phase.WATCH)
 def stop() -> None:
-    """Stop the watchdog; rank 0 first waits until the other ranks no longer need its store."""
+    """Stop the watchdog; rank 0 first waits, at most `FAREWELL_S`, until the others no longer need its store."""
     watcher, here.watcher = here.watcher, None
     if watcher is not None and watcher.stop():
         here.page.keep_to_itself()
 
 
 def _at_exit() -> None:
-    """Stop the watchdog, and wait until gloo's threads have released the tensors of their last collectives.
+    """Stop the watchdog, and wait up to `LET_GO_S` until gloo's threads have released their tensors.
 
-    To release them, the threads need the interpreter. A thread that requests it during interpreter shutdown is killed
+    A release needs the interpreter. A thread that requests the interpreter during its shutdown is killed
     inside C++ code, and the process aborts (torch 2.13). Two sleeps of this thread give all of them time to finish.
     """
     stop()
@@ -316,9 +316,9 @@ def _published(rank: int, store: Store) -> bytes | None:
 def wait_while_others_pull(idle_s: float) -> None:
     """Wait, marked as ended, while other ranks may still read slices that this rank serves.
 
-    Returns once all other ranks have ended, or once none of them has begun or ended a collective for `idle_s` seconds.
-    If one is inside of a collective that is not a one-sided gather, `STUCK_S` seconds are enough: this rank will never
-    join that collective, which fails only when this process ends.
+    Returns after a failure, once all other ranks have ended, or once no rank has begun or ended a collective for
+    `idle_s` seconds. If a rank is inside of a collective other than a one-sided gather, at most `STUCK_S` seconds are
+    needed: this rank will never join that collective, which fails only when this process ends.
     """
     watcher = here.watcher
     if watcher is None or here.raised:
@@ -374,7 +374,7 @@ class _Watcher:
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
-        """Set the alarm `what` and return the report on `ranks`, with local information only if the store is gone."""
+        """Set the alarm `what` and return the report on `ranks` (None: all); without a store, of local facts only."""
         self._ranks = sorted(ranks) if ranks else self._ranks
         self._question = what
         self.look_now()
@@ -400,7 +400,7 @@ class _Watcher:
                 self._thread.start()
 
     def others(self) -> dict[int, tuple[int, int, str]]:
-        """Return number, state and label of the last collective of each other rank that is known and has not ended."""
+        """Return (number, state, label) of the last collective of each other rank that is known and has not ended."""
         places: dict[int, tuple[int, int, str]] = {}
         for rank in range(self._world):
             page: bytes | mmap | None = self._neighbours.get(rank)
@@ -443,7 +443,7 @@ class _Watcher:
             self._wake.clear()
 
     def _with_store(self, action: Callable[[Store], Answer | None]) -> Answer | None:
-        """Return the result of an action on the store; None if the store ended with rank 0's process."""
+        """Return the result of an action on the store; None if the store is gone, which ends with rank 0's process."""
         if self._store is None:
             return None
         try:
@@ -479,7 +479,7 @@ class _Watcher:
         return True
 
     def _has_parted(self) -> bool:
-        """End all ranks if this rank's desync trail differs from the others'; returns whether it does."""
+        """If this rank's trail differs from another's, set the alarm, end the process and return True; else False."""
         what = self._with_store(self._compare_trails) if trail.interval else None
         if not what:
             return False
@@ -489,7 +489,7 @@ class _Watcher:
         return True
 
     def _compare_trails(self, store: Store) -> str | None:
-        """Publish the marks of this rank's trail and compare them with the lowest rank's of each set; see `differs`."""
+        """Publish this rank's marks and compare them with each set's lowest rank; returns the difference or None."""
         marks = trail.marks()
         if marks != self._marks:
             store.set(f"marks/{self._rank}", marks)
@@ -500,7 +500,7 @@ class _Watcher:
         return None
 
     def _trouble(self) -> str | None:
-        """Describe a collective or a pending device message that exceeds the timeout; None if there is none."""
+        """Describe a collective that exceeds the timeout, or a device message that exceeds 0.9 of it; else None."""
         number, now, limit = here.page.number, time.monotonic(), here.timeout.total_seconds()
         if number != self._collective[0] or not here.page.inside:
             self._collective = (number, now)
@@ -585,7 +585,7 @@ class _Watcher:
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:
-        """Publish this rank's last page; rank 0 waits until the others have copied the pages they need."""
+        """Publish this rank's last page; rank 0 waits, at most `FAREWELL_S`, until the others have copied all pages."""
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", here.page.snapshot())
@@ -597,7 +597,7 @@ class _Watcher:
                 time.sleep(0.02)
 
     def _end_process(self, why: str) -> None:
-        """End this process with a non-zero code, unless its own exception does so within the grace period."""
+        """End this process with code 1, unless within `GRACE_S` seconds it begins to end by itself."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
             if here.raised or self._question is not None or self._leaving:
