@@ -137,7 +137,11 @@ class DeepSpeedConfig:
         return 1 if section.enabled is False else section.size
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
-        """Return mesh sizes from the JSON as (axis, size, key), except 1 for pp, sp, tp; "shard": dp_shard x sp."""
+        """Return the sizes that the JSON sets, as (axis, size, key), for `mesh.resolve`.
+
+        An axis occurs once for each key that sets it; -1 is all remaining ranks. The axis "dp" is dp_replicate x
+        dp_shard, "shard" is dp_shard x sp. Sizes of 1 of pp, sp and tp are left out.
+        """
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
@@ -163,10 +167,12 @@ class DeepSpeedConfig:
         return section
 
     def get(self, path: str) -> Any:
-        """Return the resolved value at a JSON path; aliases are accepted. None inside a missing block.
+        """Return the resolved value at a JSON path; aliases are accepted.
+
+        None inside a missing block, for an absent key of a free dict (such as `optimizer.params`), and below a value.
 
         Raises:
-            DeepSpeedConfigError: there is no such key.
+            DeepSpeedConfigError: a section has no such key.
         """
         here: Any = self.top
         for part in path.split("."):

@@ -387,12 +387,14 @@ class CheckpointIO:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that was saved with any stage, precision and number of ranks. All ranks must call this.
 
-        A checkpoint that does not match the model raises before any change. Damaged data is detected only while tensors
-        are replaced: afterwards the engine raises `UsageError` until a load succeeds.
+        Names, shapes and optimizer groups are compared before tensors change; a compressed model is first cut to the
+        shapes of the checkpoint. Damaged data, or a scheduler that refuses the saved state, is detected only while
+        state is replaced: afterwards the engine raises `UsageError` until a load succeeds.
 
         Args:
             load_dir: parent folder of the checkpoints.
-            tag: name of the checkpoint; None: that in `latest`, or if missing or damaged the newest complete one.
+            tag: name of the checkpoint; None: that in `latest`, or if missing or damaged the newest complete one;
+                with `checkpoint.load_universal` that in `latest_universal`, which must exist.
             load_module_strict: require the same parameters and buffers in model and checkpoint.
             load_optimizer_states: also load optimizer, loss scale and gradients of an accumulation window.
             load_lr_scheduler_states: also load the state of the learning-rate scheduler.
@@ -406,7 +408,8 @@ class CheckpointIO:
         Raises:
             CheckpointMissingError: the tag, or one of its files, does not exist.
             CheckpointCorruptError: the checkpoint is damaged (without a tag: all are).
-            CheckpointError: the checkpoint does not match the model or the scheduler.
+            CheckpointError: the checkpoint does not match the model or the scheduler, `latest_universal` is missing, or
+                the last asynchronous save failed.
         """
         self.wait_for_checkpoint()
         for hook in self._state.hooks.checkpointed:

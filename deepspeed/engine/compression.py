@@ -174,7 +174,8 @@ class StructuredPruning:
             components.caster.remove()
 
     def _give_parameters_back(self, optimizer: Any) -> None:
-        """Put the parameters back into the groups of the inner optimizer, as at `initialize`."""
+        """Replace shards in the groups of the inner optimizer by the model's parameters, in their original groups and
+        order; parameters of removed layers are left out."""
         params = {name: member.param for name, member in self._view.members.items()}
         for number, group in enumerate(optimizer.param_groups):
             group_params = (params[name] for name in self._order if self._facts[name].group == number)

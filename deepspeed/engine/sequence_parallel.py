@@ -89,7 +89,11 @@ class Sequencing:
         return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
 
     def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether all ranks got the same batch; DataError if batches are no slices of a sequence. Collective."""
+        """Return whether all ranks of a sequence got the same batch. Collective.
+
+        DataError if different batches have no `position_ids`, positions that neither continue from rank to rank nor
+        begin at 0, or labels that are shifted wrongly between two ranks.
+        """
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         digests = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))

@@ -323,8 +323,11 @@ class InferenceEngine(ModuleWrapper):
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
         """Load the weights of the key `checkpoint` into `module`, in place; `module` may be on the meta device.
 
+        Loaded tensors lie on the accelerator's device; floating-point parameters get the engine's dtype.
+
         Raises:
             CheckpointError: the weights do not fit the module, or a file is missing or corrupt.
+            NotAvailableError, ArgumentError: as in `load_checkpoint`.
         """
         self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
 

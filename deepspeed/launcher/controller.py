@@ -32,7 +32,10 @@ class Starter(Protocol):
     name: str
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Start the agents of `peers`; pass their channels to `control.attach` and processes to `control.adopt`.
+        """Start the agents of `peers`.
+
+        Each process that starts agents (ssh, mpirun) goes to `control.adopt`; one that serves a single host also to
+        `peer.process`. The channel of an agent goes to `control.attach`, here or when the agent connects later.
 
         Raises:
             LaunchError: agents cannot be started.

@@ -405,7 +405,11 @@ class _PlanReader:
         return TensorSharding(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
 
     def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
-        """Read segments by rank; unless `copied`, together they must cover the dim without overlap."""
+        """Read each rank's segments along a dim of `size` elements (None: unknown, its end is not checked).
+
+        TensorParallelError if a rank has none, one ends beyond the dim, or, unless `copied`, those of all ranks have gaps
+        or overlap.
+        """
         by_rank: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
             pairs = [tuple(number.of(int) for number in pair.entries(2)) for pair in of_rank.entries()]

@@ -295,7 +295,8 @@ def load_window(
 def _add_rounds(view: StateView, source: Source) -> list[str]:
     """Add gradients that had not been reduced at the save to this rank's reduced gradients. Collective.
 
-    Returns the names of this rank's parameters with a gradient.
+    Returns the names of this rank's parameters that had a gradient on any saving rank. Raises CheckpointCorruptError if
+    the manifest lacks the parameter of a gradient.
     """
     touched: set[str] = set()
     for rank in range(source.manifest.about["ranks"]):

@@ -189,7 +189,10 @@ class InferenceEngineV2:
             self._blocks.release(block)
 
     def serialize(self, save_path: str) -> None:
-        """Write model and config to the folder `save_path`, for `build_engine_from_ds_checkpoint`."""
+        """Write the model, its Transformers config and its dtype to the folder `save_path`.
+
+        `build_engine_from_ds_checkpoint` reads them. The engine's own config is not written.
+        """
         folder = Path(save_path)
         self._model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
         entries = {"version": 1, "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch.")}

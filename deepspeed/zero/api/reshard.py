@@ -1,7 +1,8 @@
 """Resharding of parameters of `zero.Init` over other ranks, one parameter at a time.
 
 `zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to the ranks of its
-own stage. A rank has in memory the parameters of its stage, its shards of the others, and one parameter in transit.
+own stage: sharded over these ranks at ZeRO stage 3, else whole on each. Meanwhile a rank has in memory the parameters
+moved so far, its old shards of the others, and one unsharded parameter.
 """
 
 from __future__ import annotations
