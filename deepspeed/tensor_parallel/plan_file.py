@@ -407,8 +407,8 @@ class _PlanReader:
     def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
         """Read each rank's segments along a dim of `size` elements (None: unknown, its end is not checked).
 
-        TensorParallelError if a rank has none, one ends beyond the dim, or, unless `copied`, those of all ranks have gaps
-        or overlap.
+        TensorParallelError if a rank has none, one ends beyond the dim, or, unless `copied`, those of all ranks have
+        gaps or overlap.
         """
         by_rank: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
