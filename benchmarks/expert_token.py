@@ -43,7 +43,7 @@ def make(experts: int, layers: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.06)
+                parameter.normal_(0, 0.02)  # larger ones let each rounding choose other experts
         model.lm_head.weight.normal_(0, 0.2)
     return model.to(torch.bfloat16)
 

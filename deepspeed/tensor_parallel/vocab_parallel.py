@@ -202,6 +202,8 @@ class _Head:
         if self._layer.sizes is None:  # no rank has whole logits
             if isinstance(output, tuple):  # return_dict=False: loss, logits, …
                 output = (output[0], None, *output[2:])
+            elif isinstance(output, dict):  # of Transformers: an entry stays when the attribute becomes None
+                output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
             elif hasattr(output, "logits"):
                 output.logits = None
         self._layer.sizes = self._sizes
