@@ -24,6 +24,7 @@ from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.moe.expert_parallel import is_divided
+from deepspeed.moe.structure import find_experts
 from deepspeed.native import library
 
 PROBE_PAGE = 2
@@ -31,6 +32,7 @@ PROBE_PAGE = 2
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
 FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
+MIXED_NUDGES, MIXED_NOISIEST = 4, 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
 
 
 _passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # locks by input embedding
@@ -123,6 +125,8 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
     if wanted[0].dtype in (torch.float32, torch.float64) or table is model:
         return 0.0
     signs = torch.Generator().manual_seed(0)
+    mixed = next(find_experts(model), None) is not None
+    nudges, noisiest = (MIXED_NUDGES, MIXED_NOISIEST) if mixed else (1, NOISIEST)
 
     def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         way = torch.randint(0, 2, out.shape, generator=signs).to(out.device).mul_(2).sub_(1)
@@ -130,12 +134,13 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 
     handle = table.register_forward_hook(nudge)
     try:
-        moved = [_alone(model, tokens) for tokens in sequences]
+        moved = [[_alone(model, tokens) for tokens in sequences] for _ in range(nudges)]
     finally:
         handle.remove()
     largest = max(map(largest_value, wanted))
-    noise = max(largest_value(a.float() - b.float()) for a, b in zip(moved, wanted, strict=True))
-    return min(NOISE * noise, NOISIEST * largest)
+    pairs = [pair for each in moved for pair in zip(each, wanted, strict=True)]
+    noise = max(largest_value(a.float() - b.float()) for a, b in pairs)
+    return min(NOISE * noise, noisiest * largest)
 
 
 def _probe(
