@@ -75,7 +75,7 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
     }
     const InstructionSet set = instruction_set();
     tiled = set == AMX && width % LANES == 0;
-    wide = set == AVX512 || set == AVX512_VNNI;
+    wide = set == AVX2 || set == AVX512 || set == AVX512_VNNI;
     const int64_t whole = tiled && rows > 16 ? (rows + 15) / 16 * 16 : rows;
     values.assign(static_cast<size_t>((wide ? 4 : 2) * whole * padded), 0);
     auto* halves = reinterpret_cast<uint16_t*>(values.data());
@@ -87,8 +87,9 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
         return;
     }
     if (wide) {
+        const auto round = set == AVX2 ? round_to_pairs : round_to_wide;
         for (int64_t row = 0; row < rows; row++)
-            round_to_wide(x + row * width, reinterpret_cast<float*>(values.data()) + row * padded, width);
+            round(x + row * width, reinterpret_cast<float*>(values.data()) + row * padded, width);
         return;
     }
 #endif
@@ -131,7 +132,7 @@ DS_INLINE float dot_integers(const Matrix& m, int64_t output, const int16_t* x) 
     return added(lanes);
 }
 
-DS_INLINE void plain(const Part& p) {
+static void portable(const Part& p) {
     const Matrix& m = p.matrix;
     const auto* halves = reinterpret_cast<const uint16_t*>(p.x.values.data());
     for (int64_t r = 0; r < p.rows; r++)
@@ -150,17 +151,15 @@ DS_INLINE void plain(const Part& p) {
         }
 }
 
-static void portable(const Part& p) { plain(p); }
-DS_AVX2 static void avx2(const Part& p) { plain(p); }
-
 // -- the product ------------------------------------------------------------------------------------------------------
 
 static Kernel kernel_of(const Matrix& matrix, const Input& x) {
 #if defined(__x86_64__)
     if (x.tiled) return tiles;
     if (instruction_set() >= AVX512) return vectors(matrix, x);
+    if (instruction_set() == AVX2) return avx2_vectors(matrix.form);
 #endif
-    return {instruction_set() == AVX2 ? avx2 : portable, 32};
+    return {portable, 32};
 }
 
 DS_INLINE void write_sums(const Part& p, float* y, int64_t stride, bool add) {

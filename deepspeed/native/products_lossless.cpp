@@ -25,6 +25,41 @@ static void portable_rows(const Matrix& m, int64_t output, int64_t outputs, uint
 }
 
 #if defined(__x86_64__)
+// Decode 32 columns: their bytes of sign and mantissa, and their codes.
+DS_AVX2 static DS_INLINE void avx2_line(__m256i bytes, __m256i codes, __m256i lows, __m256i highs, uint16_t* out) {
+    const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80));
+    const __m256i low = _mm256_or_si256(_mm256_andnot_si256(sign, bytes), _mm256_shuffle_epi8(lows, codes));
+    const __m256i high = _mm256_or_si256(_mm256_and_si256(sign, bytes), _mm256_shuffle_epi8(highs, codes));
+    const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+    auto* to = reinterpret_cast<__m256i*>(out);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(first, second, 0x31));
+}
+
+DS_AVX2 static void avx2_rows(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
+    alignas(32) uint8_t tables[2][32];  // low and high bytes of the exponents, by code, once for each half of a vector
+    for (int i = 0; i < 32; i++) {
+        tables[0][i] = static_cast<uint8_t>(m.exponents[i % 16]);
+        tables[1][i] = static_cast<uint8_t>(m.exponents[i % 16] >> 8);
+    }
+    const __m256i lows = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables[0]));
+    const __m256i highs = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables[1]));
+    const __m256i four = _mm256_set1_epi8(15);
+    const uint8_t* piece = piece_of(m, output);
+    for (int64_t k = 0; k < m.inputs; k += BLOCK, piece += STRIDE) {
+        if (outputs == GROUP)
+            for (int64_t i = 0; i < STRIDE; i += 64) __builtin_prefetch(piece + LOSSLESS_FAR + i, 0, 2);
+        for (int64_t i = 0; i < outputs; i++) {
+            const auto* at = reinterpret_cast<const __m256i*>(piece + i * PIECE);
+            const __m256i codes = _mm256_loadu_si256(at + 2);
+            uint16_t* to = out + i * m.inputs + k;
+            avx2_line(_mm256_loadu_si256(at), _mm256_and_si256(codes, four), lows, highs, to);
+            avx2_line(_mm256_loadu_si256(at + 1), _mm256_and_si256(_mm256_srli_epi16(codes, 4), four), lows, highs,
+                      to + 32);
+        }
+    }
+}
+
 DS_AVX512 static void avx512_rows(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
     const Decoder decode = Decoder::of(m);
     const uint8_t* piece = piece_of(m, output);
@@ -44,7 +79,7 @@ DS_AVX512 static void avx512_rows(const Matrix& m, int64_t output, int64_t outpu
 void unpack(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
     using Function = void (*)(const Matrix&, int64_t, int64_t, uint16_t*);
 #if defined(__x86_64__)
-    const Function rows = instruction_set() >= AVX512 ? avx512_rows : portable_rows;
+    const Function rows = Versions<Function>{portable_rows, avx2_rows, avx512_rows}.pick();
 #else
     const Function rows = portable_rows;
 #endif

@@ -45,8 +45,12 @@ DS_INLINE float finish(const Part& p, int64_t output, int64_t row, float sum) {
 // AVX-512 kernel for matrices of any form.
 Kernel vectors(const Matrix& matrix, const Input& x);
 
+// AVX2 kernel for matrices of any form.
+Kernel avx2_vectors(Form form);
+
 // Round a row to bf16 and store it as fp32: in each 32 columns the even ones, then the odd ones; zero-padded.
 void round_to_wide(const float* x, float* out, int64_t count);
+void round_to_pairs(const float* x, float* out, int64_t count);  // the same with AVX2, into zeros
 
 // AMX kernel; runs between a thread's `begin_tiles` and `end_tiles`.
 extern const Kernel tiles;
