@@ -91,7 +91,7 @@ def measured(model: Any, rounds: int, new: int) -> list[dict[str, Any]]:
     found = minus(rounds_of(sides, rounds))
     rows, read = rows_of(found, f"a token, prompt {PROMPT}", f"HF {FORMS[0]}", new - 1), bandwidth()
     for row in rows:
-        generator = made.get(row["side"])
+        generator = made.get(row["side"].removesuffix(" again"))
         size = active_bytes(model if generator is None else generator.model)
         row["bandwidth"] = {"weights": size, "read": read, "share": size / (row["wall"]["ms"] / 1e3) / read}
     again = [a[0] / b[0] for a, b in zip(found["ours again"], found["ours"], strict=True)]
