@@ -17,9 +17,14 @@ DS_INLINE void plain(const Work& w) {
     for (int64_t t = w.start; t < w.end; t++) {
         load(keys.next(), w.heads.kind, row, size);
         for (int64_t q = 0; q < w.count; q++) {
-            float sum = 0.0f;
-            for (int64_t d = 0; d < size; d++) sum += w.query[q][d] * row[d];
-            w.scores[q * w.padded + t - w.start] = sum;
+            float lanes[16] = {}, sum = 0.0f;  // lanes become vectors
+            int64_t d = 0;
+            for (; d + 16 <= size; d += 16)
+                for (int i = 0; i < 16; i++) lanes[i] += w.query[q][d + i] * row[d + i];
+            for (int half = 8; half; half /= 2)
+                for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+            for (; d < size; d++) sum += w.query[q][d] * row[d];
+            w.scores[q * w.padded + t - w.start] = lanes[0] + sum;
         }
     }
     float total[QUERIES];

@@ -114,18 +114,37 @@ DS_INLINE float dot(const float* w, const float* x, int64_t count) {
 
 DS_INLINE float dot(const uint16_t* w, const uint16_t* x, int64_t count) {
     float lanes[16] = {};
-    for (int64_t k = 0; k < count; k += 32)
-        for (int64_t i = 0; i < std::min<int64_t>(32, count - k); i++)
-            lanes[i / 2] += from_bf16(w[k + i]) * from_bf16(x[k + i]);
+    int64_t k = 0;
+    for (; k + 32 <= count; k += 32)
+        for (int i = 0; i < 16; i++) {  // becomes vectors, where indices i / 2 do not
+            lanes[i] += from_bf16(w[k + 2 * i]) * from_bf16(x[k + 2 * i]);
+            lanes[i] += from_bf16(w[k + 2 * i + 1]) * from_bf16(x[k + 2 * i + 1]);
+        }
+    for (int64_t i = 0; k + i < count; i++) lanes[i / 2] += from_bf16(w[k + i]) * from_bf16(x[k + i]);
     return added(lanes);
 }
 
+// 32 integers, widened.
+DS_INLINE void integers(const Matrix& m, const uint8_t* row, int64_t k, int16_t* out) {
+    if (m.form == SIGNED8)
+        for (int i = 0; i < 32; i++) out[i] = static_cast<int8_t>(row[k + i]);
+    else if (m.form == UNSIGNED8)
+        for (int i = 0; i < 32; i++) out[i] = row[k + i];
+    else
+        for (int i = 0; i < 16; i++) out[2 * i] = row[k / 2 + i] & 15, out[2 * i + 1] = row[k / 2 + i] >> 4;
+}
+
 DS_INLINE float dot_integers(const Matrix& m, int64_t output, const int16_t* x) {
+    const auto* row = static_cast<const uint8_t*>(m.weights) + output * row_bytes(m);
     float lanes[16] = {};
     for (int64_t k = 0; k < m.inputs;) {
         const int64_t end = std::min({k + FLUSH, (k / m.group + 1) * m.group, m.inputs});
         int32_t sums[16] = {};
-        for (; k < end; k++) sums[k % 32 / 2] += integer(m, output, k) * x[k];
+        for (; k < end; k += 32) {
+            int16_t w[32];
+            integers(m, row, k, w);
+            for (int i = 0; i < 16; i++) sums[i] += w[2 * i] * x[k + 2 * i] + w[2 * i + 1] * x[k + 2 * i + 1];
+        }
         const float scale = m.scale[output * (m.inputs / m.group) + (end - 1) / m.group];
         for (int i = 0; i < 16; i++) lanes[i] += static_cast<float>(sums[i]) * scale;
     }
