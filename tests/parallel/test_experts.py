@@ -198,7 +198,7 @@ def test_in_double_precision(workers: Any, family: str) -> None:
 
 def distance(gradients: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     """Of all gradients as one vector, relative."""
-    squares = sum(float((gradients[name] - value).square().sum()) for name, value in right.items())
+    squares = sum(float((gradients.get(name, 0.0) - value).square().sum()) for name, value in right.items())
     return (squares / sum(float(value.square().sum()) for value in right.values())) ** 0.5
 
 
