@@ -35,8 +35,7 @@ def initialize(
     Args:
         args: a namespace with `deepspeed_config`, the path of the JSON, in place of `config`.
         model: a torch module, or a `PipelineModule`; required.
-        optimizer: a torch optimizer, or a callable that creates one from parameters; None: the JSON's, else AdamW if
-            `model_parameters` are given, else none.
+        optimizer: a torch optimizer, or a function of parameters; None: the JSON's, else AdamW for `model_parameters`.
         model_parameters: parameters or parameter groups to train; None: all that require a gradient.
         training_data: a dataset for the distributed loader; None: no loader.
         lr_scheduler: a scheduler, or a callable that creates one from the optimizer; None: the JSON's, if any.
