@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.checkpoint.compat.zero_to_fp32 import in_dtype, open_source, rows_of
 from deepspeed.checkpoint.format import filesystem
-from deepspeed.checkpoint.format.manifest import read_manifest, state_field
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, read_manifest, state_field
 from deepspeed.checkpoint.format.safetensors_file import TensorFile
 from deepspeed.checkpoint.huggingface import write_sharded
 from deepspeed.checkpoint.load.directory import look, place_of, read_latest, tags_of
@@ -79,7 +79,11 @@ def differences(first: Source, other: Source) -> Iterator[str]:
         keys = [set(state.sliced) if state is not None else set() for state in states]
         if keys[0] != keys[1]:
             yield f"{name}: optimizer state {sorted(keys[0])} and {sorted(keys[1])}"
-        for field in ["value", *(state_field(key) for key in sorted(keys[0] & keys[1]))]:
+        stored = [source for source, rows in ((first, ours), (other, other_rows)) if rows[name].kind != LEFT_OUT]
+        if len(stored) == 1:
+            yield f"{name}: values only in {stored[0].path}"
+        fields = ["value"] if len(stored) == 2 else []
+        for field in [*fields, *(state_field(key) for key in sorted(keys[0] & keys[1]))]:
             a, b = first.whole(name, field), other.whole(name, field)
             wrong = (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
             if count := int(wrong.sum()):

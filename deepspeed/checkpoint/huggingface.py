@@ -78,7 +78,10 @@ class FolderSource(Source):
         if path.is_file():
             return [path]
         if (path / INDEX).is_file():
-            named = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            try:
+                named = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointCorruptError(f"{path / INDEX} is no index of files: {error!r}") from error
             if any(Path(name).name != name for name in named):
                 raise CheckpointCorruptError(f"{path / INDEX} names files outside of its folder")
             return [path / name for name in sorted(named)]
@@ -129,7 +132,7 @@ def bytes_of(size: str | int | None) -> float:
     """Return a size such as "5GB" or "200MiB" in bytes; None: infinity. ArgumentError for other text."""
     if size is None:
         return math.inf
-    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match.group(2).upper() not in _UNITS:
         raise ArgumentError(f"max_shard_size is {size!r}; write it as '5GB', '200MB' or a number of bytes")
     return float(match.group(1)) * _UNITS[match.group(2).upper()]
@@ -154,11 +157,11 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
     limit = bytes_of(max_shard_size)
     listed = once(state) if safe else dict(state)
     shards: list[list[str]] = []
-    filled, total, seen = math.inf, 0, set()
+    filled, total, seen = 0, 0, set()
     for name, tensor in listed.items():
         size = 0 if id(tensor) in seen else math.prod(tensor.shape) * tensor.dtype.itemsize
         seen.add(id(tensor))
-        if filled + size > limit:
+        if not shards or filled + size > limit:
             shards.append([])
             filled = 0
         shards[-1].append(name)

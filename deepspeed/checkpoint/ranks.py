@@ -8,7 +8,14 @@ from typing import Any
 
 from deepspeed import comm
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.errors import CheckpointError, CommError
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError, CommError
+
+# Errors after which a load tries another checkpoint, and what the other ranks raise: either all ranks try it or none.
+# If ranks have different ones, the first of this list counts.
+_SHARED: tuple[tuple[type[Exception], type[CheckpointError]], ...] = (
+    (CheckpointCorruptError, CheckpointCorruptError),
+    (FileNotFoundError, CheckpointMissingError),
+)
 
 
 class Ranks:
@@ -36,7 +43,8 @@ class Ranks:
     def together(self, what: str) -> Iterator[None]:
         """Context that raises an error of one rank, except CommError, on all ranks at its end. Collective.
 
-        The failing rank raises its own error, the others CheckpointError with the text `what`.
+        The failing rank raises its own error, the others CheckpointError with the text `what`. If one rank raises
+        CheckpointCorruptError, all do; else if one raises FileNotFoundError, all do (CheckpointMissingError).
         """
         error: Exception | None = None
         try:
@@ -45,12 +53,19 @@ class Ranks:
             raise
         except Exception as problem:
             error = problem
-        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
+        if error is None:
+            local_report = None
+        else:
+            order = next((i for i, (raised, _) in enumerate(_SHARED) if isinstance(error, raised)), len(_SHARED))
+            local_report = order, f"{type(error).__name__}: {error}"
+        reports = [(*report, rank) for rank, report in enumerate(self.gather(local_report)) if report is not None]
+        if not reports:
+            return
+        order, text, rank = min(reports, key=lambda report: report[0])
+        raised, elsewhere = _SHARED[order] if order < len(_SHARED) else (Exception, CheckpointError)
+        if error is not None and isinstance(error, raised):
             raise error
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+        raise elsewhere(f"{what} failed on rank {rank}: {text}") from error
 
     def send(self, tensor: Any, to: int) -> None:
         """Send a CPU tensor to rank `to` of this group, which must call `receive`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +16,21 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     `torch.save` writes the whole storage of a view; of a copy, it writes only the elements of the view.
 
     Args:
-        item: tensors in dicts, lists and tuples; other objects are not copied.
+        item: tensors in dicts, lists and tuples, whose classes are kept (other mappings become dicts); other objects
+            are not copied.
         device: device of the copies.
     """
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+        clones = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
+        if not isinstance(item, (dict, UserDict)):
+            return clones
+        copied = copy.copy(item)  # unlike a call of its class, this works for all: `defaultdict` takes a function first
+        for key, value in clones.items():
+            copied[key] = value
+        return copied
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        values = [clone_tensors_for_torch_save(value, device) for value in item]
+        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
     return item

@@ -113,7 +113,7 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
     plan = PruningPlan(model)
-    for kind in kinds or [kind for kind in KINDS if kind != "experts" or expert_shrinks(model, config)]:
+    for kind in kinds or [kind for kind in KINDS if kind != "experts" or _has_experts(model, config)]:
         started = time.perf_counter()
         if kind == "layers":
             kind_rows = [_layers_row(model, config, ratio, total)]
@@ -130,14 +130,22 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
     return rows
 
 
+def _has_experts(model: nn.Module, config: Any) -> bool:
+    """Return whether a model has experts, also if their number cannot be reduced, which gives a row with the reason."""
+    try:
+        return bool(expert_shrinks(model, config))
+    except CompressionError:
+        return True
+
+
 def _units_row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
     kept_units, of = shrink.kept_per_block(ratio), family.size // family.blocks
     try:
         plan.check_said(family, kept_units)
+        small = on_meta(type(model), shrink.config(plan.config, kept_units, of))
     except CompressionError as error:
         return {"kind": shrink.kind, "refused": str(error)}
-    small = on_meta(type(model), shrink.config(plan.config, kept_units, of))
     names = shrink.names()
     rows, left = shapes_of(model), shapes_of(small)
     routers = [rows[name].numel() - left[name].numel() for name in names if len(rows[name]) == 2]

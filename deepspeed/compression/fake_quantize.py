@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,10 @@ class _WeightGroup:
         """Last step at which bits or fraction change."""
         start, target = self.bits
         falls = self.offset + max(self.period, 1) * (2 ** (start - target) - 1)
-        return falls + (0 if not self.mixed else int(1.0 / self.mixed))
+        if not self.mixed:
+            return falls
+        steps = math.ceil(1.0 / self.mixed)
+        return falls + steps + (self.mixed * steps < 1.0)  # the quotient may have been rounded down to a whole number
 
 
 class FakeQuantizers:

@@ -438,9 +438,7 @@ class CheckpointIO:
         if tag is not None:
             try:
                 return self._load(finder.named(tag), ranks, options)
-            except CheckpointCorruptError as error:
-                finder.skip(tag, str(error))
-            except FileNotFoundError as error:
+            except (CheckpointCorruptError, FileNotFoundError) as error:
                 finder.skip(tag, str(error))
         while True:
             source = finder.newest(set(finder.skipped))
@@ -451,7 +449,7 @@ class CheckpointIO:
                 return None, None
             try:
                 return self._load(source, ranks, options)
-            except CheckpointCorruptError as error:
+            except (CheckpointCorruptError, FileNotFoundError) as error:
                 finder.skip(source.path.name, str(error))
 
     def _load(self, source_or_path: Source | Path, ranks: Ranks, options: LoadOptions) -> tuple[str, dict[str, Any]]:
@@ -511,7 +509,7 @@ class CheckpointIO:
         """Open the source of a load; units that the saved model no longer has are also removed here. Collective."""
         if not isinstance(source_or_path, Source):
             with ranks.together("opening the checkpoint"):
-                return open_foreign(source_or_path, self._state.view().optimizer_names())
+                return open_foreign(source_or_path, self._state.view().optimizer_names(), ranks)
         for hook in self._state.hooks.opened:
             hook(source_or_path.state().get("engine", {}).get("compression", {}))
         return source_or_path
@@ -538,7 +536,8 @@ class CheckpointIO:
             return
         if has_gradients:
             same, touched = load.load_window(view, source, rows, ranks, private)
-            view.resume_window(touched, private["window"]["deferred"] if same else self._state.window.steps > 1)
+            deferred = private.get("window", {}).get("deferred") if same else None
+            view.resume_window(touched, self._state.window.steps > 1 if deferred is None else deferred)
         self._run.restore_window(run, private.get("window"))
 
     def _check_objects(self, states: list[Any]) -> None:

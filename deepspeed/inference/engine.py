@@ -86,8 +86,7 @@ class InferenceEngine(ModuleWrapper):
         self._times: list[float] = []
         self._hooks: list[Any] = []
         self._compiled = False
-        on_host = torch.device("cpu")
-        device = on_host if config.keep_module_on_host else torch.device(get_accelerator().current_device_name())
+        device = self._device
         dtype = self._choose_dtype(device)
         self._place_weights(dtype, device)
         if config.tensor_parallel.tp_size > 1:
@@ -135,6 +134,12 @@ class InferenceEngine(ModuleWrapper):
             "init_inference: injection_policy has no effect beyond this check: "
             + (why if cut else "one rank has every matrix whole")
         )
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the weights."""
+        on_host = self._config.keep_module_on_host
+        return torch.device("cpu" if on_host else get_accelerator().current_device_name())
 
     def _choose_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of weights and products. On CPUs, fp16 matrices get a dtype with faster products."""
@@ -329,7 +334,7 @@ class InferenceEngine(ModuleWrapper):
             CheckpointError: the weights do not fit the module, or a file is missing or corrupt.
             NotAvailableError, ArgumentError: as in `load_checkpoint`.
         """
-        self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
+        self._load_weights(module, self._inputs_in, self._device)
 
     def destroy(self) -> None:
         """Remove the timing hooks and free the native executor; the module stays usable."""

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed.checkpoint import cli
 from deepspeed.checkpoint.format import filesystem
-from deepspeed.errors import CheckpointError, CheckpointMissingError
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
 from tests.harness.fresh import run_fresh
 from tests.parallel.checkpointing import differences, everything, make, mixed, train
-from tests.parallel.tiny import raises
+from tests.parallel.tiny import raises, start
 
 STAGES = (0, 1, 2, 3)
 
@@ -334,3 +334,26 @@ def private_disks(folder: str) -> None:
 
 def test_pieces_on_private_disks_come_through_peers(workers: Any, tmp_path: Path) -> None:
     workers(2).run(private_disks, str(tmp_path), timeout=120)
+
+
+def damage_on_a_private_disk(folder: str) -> None:
+    """Rank 1 reads a file for rank 0 that it does not need itself."""
+    own, other = (Path(folder, f"disk{rank}") for rank in (dist.get_rank(), 1 - dist.get_rank()))
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        with start(3, checkpoint={"use_node_local_storage": True}) as engine:
+            engine.save_checkpoint(str(own), "tag")
+            path = own / "tag" / "rank-00000.safetensors"
+            if dist.get_rank() == 0:
+                data = bytearray(path.read_bytes())
+                data[-3] ^= 4
+                path.write_bytes(data)
+            dist.barrier()
+            with raises(CheckpointCorruptError, path.name):
+                engine.load_checkpoint(str(other), "tag")
+    finally:
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
+
+
+def test_damage_that_a_peer_finds_is_raised_on_all_ranks(workers: Any, tmp_path: Path) -> None:
+    workers(2).run(damage_on_a_private_disk, str(tmp_path), timeout=60)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed.checkpoint.compat.upstream_read import load_pt
+from deepspeed.errors import CheckpointCorruptError
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.parallel.tiny import raises
 from tests.upstream import make_checkpoints as upstream
 from tests.upstream.interpreter import NEEDS_UPSTREAM, run_upstream
 
@@ -51,6 +56,30 @@ def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:
         assert client == {"best": 0.5, "names": ["a", "b"]} and steps == 6
         assert losses[0] == pytest.approx(wanted[rank][0], rel=1e-6 if precision == "fp32" else 4e-3)
         assert losses == pytest.approx(wanted[rank], rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+def without_a_part(folder: str) -> None:
+    with small_engine(3, "fp32") as engine, raises(CheckpointCorruptError, "no checkpoint in", "not all there"):
+        engine.load_checkpoint(folder)
+
+
+def test_elements_that_one_rank_misses_fail_on_all(workers: Any, tmp_path: Path) -> None:
+    shutil.copytree(MADE / "stage1-fp32", tmp_path, dirs_exist_ok=True)
+    path = next(tmp_path.glob("*/*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    saved = load_pt(path)["optimizer_state_dict"]
+    saved = {key: saved[key] for key in ("single_partition_of_fp32_groups", "base_optimizer_state")}
+    *parts, last = saved["single_partition_of_fp32_groups"]
+    saved["single_partition_of_fp32_groups"] = [*parts, last[:-4].clone()]  # of a bias
+    torch.save({"optimizer_state_dict": saved}, tmp_path / "new")
+    (tmp_path / "new").replace(path)  # the old file is mapped
+    workers(2).run(without_a_part, str(tmp_path), timeout=60)
+
+
+def test_weights_of_stage_0_are_not_taken_for_frozen() -> None:
+    for cell, frozen in (("stage0-fp32", set()), ("stage1-fp32", {"frozen.weight", "frozen.bias"})):
+        whole = get_fp32_state_dict_from_zero_checkpoint(MADE / cell)
+        less = get_fp32_state_dict_from_zero_checkpoint(MADE / cell, exclude_frozen_parameters=True)
+        assert set(whole) == set(upstream.small().state_dict()) and set(less) == set(whole) - frozen
 
 
 def in_both_layouts(folder: str, stage: int, precision: str) -> tuple[dict[str, Any], list[float]]:

@@ -23,6 +23,7 @@ from deepspeed.checkpoint.format.manifest import (
 )
 from deepspeed.checkpoint.format.safetensors_file import NAMES
 from deepspeed.checkpoint.load.reader import Chunk, TensorSource
+from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
 from deepspeed.foundation.log import warn_once
 
@@ -78,27 +79,28 @@ _EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_00_model_state
 _EXPERTS = ".deepspeed_experts."  # in the names of their parameters
 
 
-def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
+def open_foreign(path: Path, trained: Iterable[str] = (), ranks: Ranks | None = None) -> TensorSource:
     """Open a checkpoint in upstream DeepSpeed's layout as a source of memory-mapped tensors.
 
     Args:
         path: folder of one tag, from ZeRO stages 0 to 3 or in the universal format.
         trained: names of the trained parameters in the order of the engine's optimizer, because stage-0 files contain
             only their numbers; empty: the optimizer state of stage 0 is not read.
+        ranks: ranks that read together; None: only this process.
 
     Raises:
         CheckpointMissingError: a file is missing.
         CheckpointCorruptError: a file cannot be read, or files of some ranks or experts are missing.
         CheckpointError: the checkpoint is of several model-parallel ranks, does not fit `trained` or has unsafe types.
     """
-    return _Reading(path, list(trained)).source()
+    return _Reading(path, list(trained), ranks).source()
 
 
 class _Reading:
     """Parser of one checkpoint in upstream's layout; collects manifest rows and chunks of values."""
 
-    def __init__(self, path: Path, trained: list[str]) -> None:
-        self.path, self.trained = path, trained
+    def __init__(self, path: Path, trained: list[str], ranks: Ranks | None = None) -> None:
+        self.path, self.trained, self.ranks = path, trained, ranks
         self.rows: dict[str, ManifestEntry] = {}
         self.chunks: dict[str, list[Chunk]] = {}
         self.states: list[StateRule] = []
@@ -125,7 +127,7 @@ class _Reading:
         about = {"aliases": dict(model.get("shared_params") or {}), "stage": self._stage}
         about["package"] = model.get("ds_version")
         state = {"engine": engine, "client_state": client}
-        return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
+        return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about, self.ranks)
 
     def _model_files(self) -> list[Path]:
         files = self._numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
@@ -322,9 +324,12 @@ class _Reading:
             self.chunks[entry_name(VALUE, name)] = chunks
         aliases, buffers = model.get("shared_params") or {}, set(model.get("buffer_names") or ())
         module = {k: v for k, v in (model.get("module") or {}).items() if not (self.experts and _EXPERTS in k)}
+        # Files of stage 0, and those of experts, do not say which parameters are trained.
+        trained = self.experts.keys() | set(self.trained)
+        others = TRAINED if model.get("param_shapes") is None and not self.trained else FROZEN
         for name, value in [*module.items(), *self.experts.items()]:
             if name not in self.rows and name not in aliases and isinstance(value, torch.Tensor):
-                kind = BUFFER if name in buffers else FROZEN
+                kind = BUFFER if name in buffers else TRAINED if name in trained else others
                 self.rows[name] = ManifestEntry(name, tuple(value.shape), value.dtype, kind)
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 

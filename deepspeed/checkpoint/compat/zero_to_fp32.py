@@ -118,7 +118,7 @@ def _state_dict(source: Source, dtype: torch.dtype, exclude_frozen: bool, lazy: 
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
@@ -147,7 +147,7 @@ def convert_zero_checkpoint_to_state_dict(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -291,11 +292,11 @@ class TensorFile:
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
             base = 8 + length
             self.entries = {name: self._stored(entry, base, size) for name, entry in described.items()}
+            table = None if seal is None else self.entries.pop(_TABLE)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorruptError(f"{self.path}: its header cannot be read ({error})") from error
+            raise CheckpointCorruptError(f"{self.path}: its header cannot be read ({error!r})") from error
         self._base, self._table = base, b""
-        if seal is not None:
-            table = self.entries.pop(_TABLE)
+        if seal is not None and table is not None:
             self._base, self._table = table.end, os.pread(self._fd, table.end - table.begin, table.begin)
             if zlib.crc32(self._table, zlib.crc32(prefix + text)) != seal.crc32:
                 raise CheckpointCorruptError(f"{self.path}: header or checksums differ from what was written")
@@ -380,7 +381,7 @@ class TensorFile:
 
     @staticmethod
     def _stored(entry: dict[str, Any], base: int, size: int) -> TensorLocation:
-        begin, end = entry["data_offsets"]
+        begin, end = map(operator.index, entry["data_offsets"])
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError("an entry lies outside the file or is not as long as its shape")

@@ -282,13 +282,14 @@ def load_window(
     _read_all(view, source, slots_of, [])
     if same:
         groups, wanted = {group.name: group for group in view.groups}, dict[str, torch.Tensor]()
-        for saved_round in private["rounds"]:
+        # A pipeline stage without gradients has no rounds, though another stage had gradients.
+        for saved_round in private.get("rounds", ()):
             group, dtype = groups[saved_round["group"]], DTYPES[saved_round["dtype"]]
             names = saved_round["names"]
             places = view.open_round(group, dtype, saved_round["at_owner"], names, saved_round["fresh"])
             wanted |= {entry_name("round", name): place for name, place in places.items()}
         source.private_tensors(ranks.rank, wanted)
-        return True, private["touched"]
+        return True, private.get("touched", [])
     return False, _add_rounds(view, source)
 
 

@@ -216,18 +216,24 @@ class NativeSource(Source):
         a file sends the elements.
         """
         requests = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
-        wishes = self.ranks.gather(requests)
-        for rank, listed in enumerate(wishes):
-            for number, (file, entry, start, distance, shape, dtype) in enumerate(listed):
-                server = self.server(file)
-                if self.ranks.rank == server:
-                    values = torch.empty(shape, dtype=dtype)
-                    self._read_here([Fetch(file, entry, start, values, distance)])
-                    self.ranks.send(values, rank)
-                elif self.ranks.rank == rank:
-                    values = torch.empty(shape, dtype=dtype)
-                    self.ranks.receive(values, server)
-                    far[number].into.copy_(values)
+        wishes, failed = self.ranks.gather(requests), None
+        with self.ranks.together("reading the checkpoint for other ranks"):
+            for rank, listed in enumerate(wishes):
+                for number, (file, entry, start, distance, shape, dtype) in enumerate(listed):
+                    server = self.server(file)
+                    if self.ranks.rank == server:
+                        values = torch.empty(shape, dtype=dtype)
+                        try:
+                            self._read_here([Fetch(file, entry, start, values, distance)])
+                        except (CheckpointError, OSError) as error:
+                            failed = failed or error  # raised after all reads: the other rank waits for values
+                        self.ranks.send(values, rank)
+                    elif self.ranks.rank == rank:
+                        values = torch.empty(shape, dtype=dtype)
+                        self.ranks.receive(values, server)
+                        far[number].into.copy_(values)
+            if failed is not None:
+                raise failed
 
     def most(self, count: int) -> int:
         return max(self.ranks.gather(count))
@@ -278,8 +284,9 @@ class NativeSource(Source):
             if name in self._here:
                 text, tensors = self._private_here(name)
         if not self._everywhere:
-            wishes = self.ranks.gather(name)
-            answers = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
+            wishes, answers = self.ranks.gather(name), {}
+            with self.ranks.together("reading the ranks' own state"):
+                answers = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
             for rank_answers in self.ranks.gather(answers):
                 text, tensors = rank_answers.get(name, (text, tensors))
         return Decoder(lambda number: tensors[f"rank/{number}"]).decode(json.loads(text))
@@ -321,6 +328,7 @@ class TensorSource(Source):
         states: optimizer states; rows refer to them by index.
         state: small state of the run, by section; None: empty.
         about: other data of the manifest; None: empty.
+        ranks: ranks that read together, each from its own source; None: only this process.
     """
 
     def __init__(
@@ -331,11 +339,19 @@ class TensorSource(Source):
         states: Iterable[StateRule] = (),
         state: dict[str, Any] | None = None,
         about: dict[str, Any] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(path, Manifest(rows, [], list(states), {}, about or {}))
-        self._chunks, self._state = chunks, state or {}
+        self._chunks, self._state, self._ranks = chunks, state or {}, ranks or Ranks()
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
+        with self._ranks.together(f"reading {self.path}"):
+            self._read_here(wanted)
+
+    def most(self, count: int) -> int:
+        return max(self._ranks.gather(count))
+
+    def _read_here(self, wanted: Iterable[ReadRequest]) -> None:
         for request in wanted:
             name, copied = entry_name(request.field, request.row.name), 0
             own_shape = self.manifest.is_whole(request.field, request.row)

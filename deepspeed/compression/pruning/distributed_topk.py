@@ -115,8 +115,9 @@ def exact_sums(
     Returns:
         float64 [units]. If a value is infinite or NaN, no sum is finite.
     """
-    largest = max((float(values.abs().max()) for values, _ in parts if values.numel()), default=0.0)
-    largest = exchange.max(largest, "the largest score")
+    peaks = [float(values.abs().max()) for values, _ in parts if values.numel()]
+    # Python's `max` would lose a NaN that is not the first.
+    largest = exchange.max(float(torch.tensor([0.0, *peaks], dtype=torch.float64).max()), "the largest score")
     if largest == 0.0 or largest != largest or largest == float("inf"):
         return torch.full((units,), largest, dtype=torch.float64)
     # 62 bits hold the sum of a unit's elements; 52 keep the conversion from float64 exact.

@@ -62,14 +62,16 @@ class PruningPlan:
         """Return the config values that can be reduced to remove units of one kind; each is verified on a small copy.
 
         Args:
-            kind: `ffn`, `heads` or `experts`.
+            kind: `ffn`, `heads` or `experts`; no config value is the number of units of other kinds.
 
         Returns:
             A list; if it is empty, `refused[kind]` has the reason.
         """
+        if kind not in _FINDERS:
+            return []
         if kind not in self._shrinks:
             self._shrinks[kind] = []
-            if self.config is None or kind not in _FINDERS:
+            if self.config is None:
                 self.refused[kind] = f"{type(self.model).__name__} has no config that could say fewer {kind}"
                 return []
             (find, verify), shrinks = _FINDERS[kind], list[Shrink]()

@@ -37,7 +37,7 @@ def routing_of(router: nn.Module) -> tuple[torch.Tensor, int, bool]:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(ROWS, weight.shape[1], generator=generator)
     spread = float((rows @ weight.float().T).std(unbiased=False)) or 1.0
-    errors, chosen = {False: 0.0, True: 0.0}, 0
+    errors, chosen = {False: torch.zeros(()), True: torch.zeros(())}, 0
     for size in SPREADS:
         x = (rows * (size / spread)).to(weight.dtype)
         try:
@@ -56,9 +56,9 @@ def routing_of(router: nn.Module) -> tuple[torch.Tensor, int, bool]:
             raise PackingError(f"its router {kind} does not choose the largest probabilities")
         for normalized in errors:
             right = own / own.sum(-1, keepdim=True) if normalized else own
-            error = float(((scores.float() - right).abs() / right.clamp(min=1e-6)).max())
-            errors[normalized] = max(errors[normalized], error)
-    normalized = errors[True] < errors[False]
+            error = ((scores.float() - right).abs() / right.clamp(min=1e-6)).max()
+            errors[normalized] = torch.maximum(errors[normalized], error)  # unlike Python's `max`, it does not lose NaN
+    normalized = bool(errors[True] < errors[False])
     if not errors[normalized] <= ALIKE[weight.dtype]:
         raise PackingError(f"its router {kind} weighs its experts by something else than their probabilities")
     return weight, chosen, normalized

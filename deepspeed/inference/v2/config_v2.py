@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
 from deepspeed.config.base_model import DeepSpeedConfigModel
 from deepspeed.errors import NotAvailableError
@@ -10,33 +10,21 @@ from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """Section `tensor_parallel`; only tp_size 1 is available, other values raise pydantic.ValidationError."""
+    """Section `tensor_parallel`; only tp_size 1 is available."""
 
     tp_size: PositiveInt = 1
 
-    @field_validator("tp_size")
-    @classmethod
-    def _one(cls, value: int) -> int:
-        if value > 1:
-            raise NotAvailableError(f"tensor_parallel.tp_size {value}: this engine runs on one rank; leave it 1")
-        return value
-
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """Section `quantization`: not available; `quantization_mode` must be None, else pydantic.ValidationError."""
+    """Section `quantization`: not available; `quantization_mode` has to be None."""
 
     quantization_mode: str | None = None
-
-    @field_validator("quantization_mode")
-    @classmethod
-    def _none(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise NotAvailableError(f"quantization.quantization_mode {value!r}: there are no fp6 weights; leave it out")
-        return value
 
 
 class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     """Configuration of `InferenceEngineV2`. Unknown keys or wrong values raise pydantic.ValidationError.
+
+    Keys of unavailable features raise NotAvailableError in the engine (`check_supported`).
 
     Args:
         tensor_parallel: alias `tp`; only one rank is available.
@@ -50,3 +38,14 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
 
     lossless_weights: bool | None = None
+
+
+def check_supported(config: RaggedInferenceEngineConfig) -> None:
+    """Raise NotAvailableError for keys that request unavailable features; a pydantic validator would convert it."""
+    size, mode = config.tensor_parallel.tp_size, config.quantization.quantization_mode
+    if size > 1:
+        raise NotAvailableError(f"tensor_parallel.tp_size {size}: this engine runs on one rank; leave it 1")
+    if mode is not None:
+        raise NotAvailableError(f"quantization.quantization_mode {mode!r}: there are no fp6 weights; leave it out")
+    if config.state_manager.offload:
+        raise NotAvailableError("state_manager.offload: keys and values stay on the device; leave it false")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from deepspeed.errors import CheckpointError, CheckpointMissingError
 from deepspeed.foundation.log import logger
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig, check_supported
 from deepspeed.inference.v2.engine_v2 import ENGINE_FILE, InferenceEngineV2
 
 
@@ -29,7 +29,7 @@ def build_hf_engine(
 
     Raises:
         CheckpointError: Transformers cannot load a causal LM from there; the message has its error.
-        NotAvailableError: the model cannot be batched; the message has the reason.
+        NotAvailableError: the model cannot be batched, or a key requests a feature that this version does not have.
         MemoryExhaustedError: no memory is left for the KV cache.
     """
     logger.setLevel(debug_level)
@@ -62,11 +62,12 @@ def build_engine_from_ds_checkpoint(
 def _load(path: str, dtype: Any, config: RaggedInferenceEngineConfig | None) -> InferenceEngineV2:
     from transformers import AutoModelForCausalLM
 
+    config = config or RaggedInferenceEngineConfig()
+    check_supported(config)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    config = config or RaggedInferenceEngineConfig()
     if config.lossless_weights is None:  # no other owner of the model exists
         config = config.model_copy(update={"lossless_weights": True})
     return InferenceEngineV2(model, config)

@@ -20,7 +20,7 @@ from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, warn_of
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import length_limit, packed_limit
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig, check_supported
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 
 BLOCK = 64  # tokens per block
@@ -58,12 +58,13 @@ class InferenceEngineV2:
         engine_config: limits and memory; None: defaults.
 
     Raises:
-        NotAvailableError: the model cannot be batched; the message has the reason.
+        NotAvailableError: the model cannot be batched, or a key requests a feature that this version does not have.
         MemoryExhaustedError: no memory is left for the KV cache.
     """
 
     def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
         self._config = engine_config or RaggedInferenceEngineConfig()
+        check_supported(self._config)
         self._model = model.eval()
         executor, why = select_executor(model, packed=bool(self._config.lossless_weights))
         if executor is None:

@@ -110,10 +110,13 @@ class WindowView:
         Args:
             agree: function that all-gathers a list over the ranks.
         """
-        if self.reducer is None or self.reducer.clean:
+        if self.reducer is None:
             return
-        launches = agree([list(bucket.launches) for bucket in self._buckets()])
-        if all(row == launches[0] for row in launches):
+        rows = agree([self.reducer.clean, [list(bucket.launches) for bucket in self._buckets()]])
+        if all(clean for clean, _ in rows):
+            return
+        self.reducer.clean = False  # a rank that skipped all trained modules holds a part of the others' sums
+        if all(launches == rows[0][1] for _, launches in rows):
             for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
                 if order is not None:
                     order.flush()

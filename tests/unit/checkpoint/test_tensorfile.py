@@ -133,6 +133,20 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         TensorFile(path, seal)
 
 
+def test_every_flipped_bit_of_a_header_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    seal = write_tensors(path, [entry_of("a", torch.arange(100))], {})
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    fraction = data[:end].replace(b"[0,8]", b"[0,8.0]").rstrip().ljust(end) + data[end:]
+    assert len(fraction) == len(data) and fraction != data
+    flips = (data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :] for at in range(end) for bit in range(8))
+    for damaged in (fraction, *flips):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointCorruptError, match=str(path)):
+            TensorFile(path, seal)
+
+
 def test_a_read_that_finds_no_memory_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(8, dtype=torch.int64)
     write_tensors(tmp_path / "f.safetensors", [entry_of("a", values)], {})

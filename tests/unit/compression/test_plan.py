@@ -1,4 +1,4 @@
-"""`ds_compress plan` of a model of 70 B parameters, and what a run says will go beside what went."""
+"""`ds_compress plan` of a model of 70 B parameters, and of models whose units cannot go, with the reasons."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed.compression import cli
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,3 +44,25 @@ def test_the_plan_of_a_70_b_model_takes_less_than_a_minute(tmp_path: Path, capsy
     )
     assert rows["ffn"]["proof"] <= 1e-5 and rows["heads"]["proof"] <= 1e-5
     assert rows["ffn"]["parameters_gone"] == 80 * 3 * 8192 * 28672 // 2
+
+
+def test_experts_whose_number_cannot_be_smaller_are_a_row_of_the_plan() -> None:
+    from transformers import PretrainedConfig
+
+    class Mixture(nn.Module):
+        """Each expert has parameters with names of its own."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config = config
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(config.num_experts))
+
+    config = PretrainedConfig(num_experts=4)
+    rows = {row.get("kind"): row for row in cli.plan_rows(Mixture(config), config, None, 0.5)}
+    assert list(rows) == [None, *cli.KINDS] and "other parameters appear" in rows["experts"]["refused"]
+
+
+def test_the_reason_for_channels_is_the_first_one() -> None:
+    plan = PruningPlan(nn.Sequential(nn.Conv2d(3, 4, 1)))
+    assert plan.family_of("0.weight", 0, "channels") is None
+    assert "has no example_input_array" in plan.why_not("channels", ["0"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.compression.fake_quantize import _WeightGroup
 from deepspeed.compression.pruning import distributed_topk
 from deepspeed.compression.pruning.distributed_topk import exact_sums, keep_largest, kept_of, largest_units, ordered
 from deepspeed.compression.pruning.importance import Scores
@@ -72,6 +73,22 @@ def test_sums_do_not_depend_on_the_order() -> None:
     assert torch.equal(one, two)
     expected = torch.zeros(4, dtype=torch.float64).index_add_(0, unit[unit >= 0], values[unit >= 0])
     assert torch.allclose(one, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_sum_is_finite_where_a_value_is_not(wrong: float, place: int) -> None:
+    parts = [(torch.ones(4, dtype=torch.float64), torch.arange(4)) for _ in range(3)]
+    parts[place][0][2] = wrong
+    assert not exact_sums(parts, 4, 3, exchange()).isfinite().any()
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.25, 0.1, 0.001, 0.07, 1.0, 1.5, 1 / 3, 1 / 49, 0.02])
+@pytest.mark.parametrize("bits", [(8, 8), (10, 8)])
+def test_a_schedule_ends_with_the_last_change(ratio: float, bits: tuple[int, int]) -> None:
+    group = _WeightGroup("all", [], bits, 5, 3, ratio, False)
+    steps = [group.at(step) for step in range(group.last + 3)]
+    assert steps[group.last] == (bits[1], 0.0) and steps[group.last - 1] != steps[group.last]
 
 
 def test_kept_is_rounded_up_and_not_by_noise() -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, PackingError
 from deepspeed.foundation.equivalence import relative_difference
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import native as executors_native
+from deepspeed.inference.executors.native_experts import routing_of
 from deepspeed.inference.executors.native_tensors import functions
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.executors.select import select_executor
@@ -275,6 +276,27 @@ def test_a_router_with_nan_chooses_nothing() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.gate.weight[-1, 0] = float("nan")
     assert not logits_of(generator, [5, 6, 7, 8]).isfinite().any()
+
+
+class Router(nn.Module):
+    """The largest probabilities, of which those of row `wrong` are no numbers."""
+
+    def __init__(self, wrong: int | None) -> None:
+        super().__init__()
+        self.weight, self.wrong = nn.Parameter(torch.randn(4, 8)), wrong
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = rows @ self.weight.T
+        scores, index = logits.softmax(-1).topk(2)
+        if self.wrong is not None:
+            scores[self.wrong] = float("nan")
+        return logits, scores, index
+
+
+def test_a_router_that_gives_nan_is_another_one() -> None:
+    assert routing_of(Router(None))[1:] == (2, False)
+    with pytest.raises(PackingError, match="something else than their probabilities"):
+        routing_of(Router(3))
 
 
 class Named(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -96,12 +98,25 @@ def test_configuration() -> None:
         {"unknown": 1},
         {"state_manager": {"max_ragged_sequence_count": 800}},
         {"state_manager": {"max_context": 0}},
-        {"state_manager": {"offload": True}},
-        {"tensor_parallel": {"tp_size": 2}},
-        {"quantization": {"quantization_mode": "wf6af16"}},
     ):
         with pytest.raises(ValueError):
             RaggedInferenceEngineConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"state_manager": {"offload": True}}, r"state_manager\.offload"),
+        ({"tensor_parallel": {"tp_size": 2}}, "tp_size 2"),
+        ({"quantization": {"quantization_mode": "wf6af16"}}, "fp6"),
+    ],
+)
+def test_features_that_are_not_available(tmp_path, keys: dict[str, dict[str, Any]], text: str) -> None:
+    config = RaggedInferenceEngineConfig(**keys)
+    with pytest.raises(NotAvailableError, match=text):
+        InferenceEngineV2(llama(), config)
+    with pytest.raises(NotAvailableError, match=text):  # before weights are looked for
+        build_hf_engine(str(tmp_path), config)
 
 
 def test_engines_from_folders(tmp_path) -> None:

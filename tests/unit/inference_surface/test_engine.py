@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CheckpointError, NotAvailableError
 from deepspeed.inference.engine import InferenceEngine
 from tests.unit.inference_surface.models import model, prompt
@@ -173,6 +174,17 @@ def test_something_else_than_a_module_is_refused() -> None:
 
 def test_a_module_can_stay_on_the_host() -> None:
     assert deepspeed.init_inference(nn.Linear(2, 2), keep_module_on_host=True).weight.device.type == "cpu"
+
+
+def test_weights_are_loaded_to_where_the_module_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, tmp_path / "some.bin")
+    monkeypatch.setattr(get_accelerator(), "current_device_name", lambda: "meta")
+    for on_host, device in ((True, "cpu"), (False, "meta")):
+        keys = {"dtype": "fp32", "keep_module_on_host": on_host, "checkpoint": str(tmp_path / "some.bin")}
+        engine, other = (nn.Linear(2, 2, device="meta") for _ in range(2))
+        engine = deepspeed.init_inference(engine, **keys)
+        engine.load_model_with_checkpoint(other)
+        assert engine.weight.device.type == other.weight.device.type == device
 
 
 def test_features_come_in_the_models_dtype() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from deepspeed.config.base_model import DeepSpeedConfigModel
-from deepspeed.errors import NotAvailableError
 
 
 class AllocationMode(Enum):
@@ -50,7 +49,7 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
         max_ragged_sequence_count: maximum number of sequences in a pass; not above the other two.
         max_context: maximum number of tokens of a sequence; the model's own limit also applies.
         memory_config: size of the KV cache.
-        offload: not available; True raises pydantic.ValidationError.
+        offload: not available; has to be False.
     """
 
     max_tracked_sequences: PositiveInt = 2048
@@ -59,13 +58,6 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
     max_context: PositiveInt = 8192
     memory_config: MemoryConfig = Field(default_factory=MemoryConfig)
     offload: bool = False
-
-    @field_validator("offload")
-    @classmethod
-    def _no_offload(cls, value: bool) -> bool:
-        if value:
-            raise NotAvailableError("state_manager.offload: keys and values stay on the device; leave it false")
-        return value
 
     @model_validator(mode="after")
     def _fits(self) -> DSStateManagerConfig:
