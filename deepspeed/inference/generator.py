@@ -76,7 +76,8 @@ Load = EngineStats  # former name, still importable
 class NgramProposer:
     """Draft proposer for one sequence: n-gram lookup in its tokens (prompt lookup decoding).
 
-    It pauses for `REST` tokens when too few of its drafts were accepted.
+    Drafts begin with two tokens, get twice as long when all are accepted, and half as long when few are. The proposer
+    pauses for `REST` tokens when too few drafts were accepted.
 
     Args:
         most: maximum number of draft tokens at a time.
@@ -84,6 +85,7 @@ class NgramProposer:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self._length = min(2, most)
         self._places: dict[tuple[int, ...], int] = {}
         self._seen = 0
         self._judged = self._held = self._resting = 0
@@ -97,11 +99,15 @@ class NgramProposer:
         for length in range(LONGEST, SHORTEST - 1, -1):
             place = self._places.get(tuple(tokens[-length:])) if len(tokens) >= length else None
             if place is not None:
-                return list(tokens[place : place + min(self.most, most)])
+                return list(tokens[place : place + min(self._length, most)])
         return []
 
     def judge(self, guessed: int, held: int) -> None:
         """Record that `held` of the last `guessed` draft tokens were accepted, to decide on a pause."""
+        if guessed and held == guessed:
+            self._length = min(2 * self._length, self.most)
+        elif 2 * held < guessed:
+            self._length = max(self._length // 2, 1)
         self._judged, self._held = self._judged + guessed, self._held + held
         if self._judged >= TRIAL:
             if self._held < PAYS * self._judged:
