@@ -110,10 +110,14 @@ class WindowView:
         Args:
             agree: function that all-gathers a list over the ranks.
         """
-        if self.reducer is None or self.reducer.clean:
+        if self.reducer is None:
             return
-        launches = agree([list(bucket.launches) for bucket in self._buckets()])
-        if all(row == launches[0] for row in launches):
+        # A rank whose micro-batches had no gradient takes part too: others may have some.
+        rows = agree([self.reducer.clean, [list(bucket.launches) for bucket in self._buckets()]])
+        self.reducer.clean = all(clean for clean, _ in rows)
+        if self.reducer.clean:
+            return
+        if all(row[1] == rows[0][1] for row in rows):
             for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
                 if order is not None:
                     order.flush()
