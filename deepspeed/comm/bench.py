@@ -109,7 +109,9 @@ def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, flo
         raise ArgumentError(f"--dtype {arguments.dtype} is no dtype of torch")
     if arguments.maxsize < _SMALLEST:
         raise ArgumentError(f"--maxsize {arguments.maxsize}: 2^{arguments.maxsize} bytes; give at least {_SMALLEST}")
-    free = get_accelerator().available_memory() * arguments.mem_factor
+    least = torch.tensor([get_accelerator().available_memory()], dtype=torch.float64)
+    comm.all_reduce(least, comm.ReduceOp.MIN)  # all ranks measure the same sizes
+    free = float(least) * arguments.mem_factor
     powers = range(_SMALLEST, arguments.maxsize + 1) if arguments.scan else [arguments.maxsize]
     for nbytes in (1 << power for power in powers if power == _SMALLEST or 1 << power <= free):
         call, check = make_call(operation, nbytes, dtype, arguments.dist, arguments.async_op)

@@ -240,7 +240,9 @@ class FakeFetchService(one_sided.FetchService):
     def __init__(self, axis: Axis) -> None:
         self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
 
-    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+    def pull(
+        self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
+    ) -> Handle:
         """Load this rank's slice, as for a request of a peer, and return a handle that is already complete."""
         slice_ = self._served[channel].slice
         if not isinstance(slice_, torch.Tensor):

@@ -238,13 +238,13 @@ def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu
     """
     methods = []
     for method, content in compress_methods.items():
-        shared = content.get("shared_parameters", {}) if isinstance(content, dict) else {}
+        shared = (content.get("shared_parameters") or {}) if isinstance(content, dict) else {}
         if method == "layer_reduction" or not shared.get("enabled"):
             continue
-        for name, group in content.get("different_groups", {}).items():
+        for name, group in (content.get("different_groups") or {}).items():
             seen: set[str] = set()
-            parameters = {**shared, **group.get("params", {})}
-            expressions = group.get("modules", "*")
+            parameters = {**shared, **(group.get("params") or {})}
+            expressions = group.get("modules") or "*"
             related = group.get("related_modules") or [None] * len(expressions)
             listed = [expressions] if isinstance(expressions, str) else expressions
             for expression, partners in zip(listed, related, strict=False):

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from deepspeed.config.base_model import AUTO, is_number
 from deepspeed.config.errors import wrong
 from deepspeed.config.keys import Reading
-from deepspeed.config.load import load_raw
+from deepspeed.config.load import block_of, load_raw
 from deepspeed.config.sections.optimizer import DEFAULT_LR
 from deepspeed.elasticity import compute_elastic_config, ensure_immutable_elastic_config
 from deepspeed.errors import DeepSpeedConfigError
@@ -239,12 +239,12 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DeepSpeedConfigError: there is no plan, the file is not a plan, or the plan is for another global batch.
     """
-    zero = _block(raw, _ZERO)
+    zero = block_of(raw, _ZERO)
     if zero.get("stage") != PLAN:
         return raw
     path = _plan_file(raw)
     plan = load_raw(str(path))
-    planned = _block(plan, _ZERO)
+    planned = block_of(plan, _ZERO)
     if not isinstance(planned.get("stage"), int) or not all(isinstance(plan.get(key), int) for key in (MICRO, STEPS)):
         raise DeepSpeedConfigError(f"{path} is no plan: it lacks {_ZERO}.stage, {MICRO} or {STEPS} as numbers")
     _check_batch(raw, plan, path)
@@ -252,30 +252,25 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
     config |= {TRAIN: plan[TRAIN]} if TRAIN in plan else {}
     own = {key: value for key, value in zero.items() if key not in ("offload_optimizer", "offload_param")}
     config[_ZERO] = own | {key: planned[key] for key in _OF_ZERO if key in planned}
-    if _SLICES in _block(plan, _TENSOR):
-        config[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(plan, _TENSOR)[_SLICES]}
-    if _STAGES in _block(plan, _PIPELINE):
-        config[_PIPELINE] = {**_block(raw, _PIPELINE), _STAGES: _block(plan, _PIPELINE)[_STAGES]}
-    if _SIZE in _block(plan, _EXPERTS):
-        config[_EXPERTS] = {**_block(raw, _EXPERTS), **_block(plan, _EXPERTS)}
+    if _SLICES in block_of(plan, _TENSOR):
+        config[_TENSOR] = {**block_of(raw, _TENSOR), _SLICES: block_of(plan, _TENSOR)[_SLICES]}
+    if _STAGES in block_of(plan, _PIPELINE):
+        config[_PIPELINE] = {**block_of(raw, _PIPELINE), _STAGES: block_of(plan, _PIPELINE)[_STAGES]}
+    if _SIZE in block_of(plan, _EXPERTS):
+        config[_EXPERTS] = {**block_of(raw, _EXPERTS), **block_of(plan, _EXPERTS)}
     if _SEQUENCE in plan:
         config[_SEQUENCE] = plan[_SEQUENCE]
     if _RECOMPUTE in raw or _RECOMPUTE in plan:
         config[_RECOMPUTE] = {
-            **_block(raw, _RECOMPUTE),
-            "enabled": bool(_block(plan, _RECOMPUTE).get("enabled", False)),
+            **block_of(raw, _RECOMPUTE),
+            "enabled": bool(block_of(plan, _RECOMPUTE).get("enabled", False)),
         }
     log_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {plan[MICRO]} x {plan[STEPS]}')
     return config
 
 
-def _block(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    block = raw.get(name)
-    return dict(cast("Mapping[str, Any]", block)) if isinstance(block, Mapping) else {}
-
-
 def _plan_file(raw: Mapping[str, Any]) -> Path:
-    results = str(_block(raw, _TUNING).get("results_dir") or "autotuning_results")
+    results = str(block_of(raw, _TUNING).get("results_dir") or "autotuning_results")
     named = os.environ.get(PLAN_VARIABLE)
     places = [Path(named)] if named else [Path(results, "ds_config_optimal.json"), Path("ds_plan.json")]
     for place in places:
@@ -294,7 +289,11 @@ def _check_batch(raw: Mapping[str, Any], plan: Mapping[str, Any], path: Path) ->
         # Ranks that are given the same samples, as far as these keys say, take more of them together.
         sharing: list[int] = []
         for config in (plan, raw):
-            sizes = _block(config, _TENSOR).get(_SLICES), config.get(_SEQUENCE), _block(config, _PIPELINE).get(_STAGES)
+            sizes = (
+                block_of(config, _TENSOR).get(_SLICES),
+                config.get(_SEQUENCE),
+                block_of(config, _PIPELINE).get(_STAGES),
+            )
             sharing.append(math.prod(size for size in sizes if isinstance(size, int) and size > 1))
         planned = int(plan[MICRO] * plan[STEPS] / (sharing[0] / sharing[1]))
         pairs.append((f"{MICRO} x {STEPS}", raw[MICRO] * raw[STEPS], planned))

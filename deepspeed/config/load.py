@@ -38,6 +38,12 @@ def load_raw(config: object) -> dict[str, Any]:
     return _parse(text, where)
 
 
+def block_of(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a block of a configuration as the user wrote it; empty if it is missing, null or no object."""
+    block = raw.get(name)
+    return dict(cast("Mapping[str, Any]", block)) if isinstance(block, Mapping) else {}
+
+
 def _read(name: str) -> tuple[str, str]:
     with contextlib.suppress(binascii.Error, ValueError):
         decoded = base64.urlsafe_b64decode(name).decode("utf-8")

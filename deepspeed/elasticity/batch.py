@@ -69,7 +69,7 @@ class ElasticityConfig:
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Return whether the configuration has an enabled `elasticity` block."""
-    return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
+    return bool((ds_config.get(ELASTICITY) or {}).get("enabled", False))
 
 
 def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
@@ -78,6 +78,7 @@ def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
     Raises:
         ElasticityConfigError: a key is missing or invalid, or keys contradict each other or the block's version.
     """
+    block = {name: value for name, value in block.items() if value is not None}  # null: not given
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         if name not in block:
             raise ElasticityConfigError(f"elasticity.{name} is missing: it has no default")
@@ -149,23 +150,21 @@ def compute_elastic_config(
         batch, valid = _best(
             block.micro_batches, block.max_batch, (block.min_gpus, block.max_gpus), block.prefer_larger
         )
-        micro = None
+        if world_size <= 0 and not return_microbatch:
+            return batch, valid
+        world = world_size or _world_of_environment()
+        if world not in valid:
+            raise ElasticityIncompatibleWorldSize(
+                f"{world} rank(s) cannot share a batch of {batch}; these can: {valid}"
+            )
+        micro = block.largest_micro(batch, world)
     else:
         world = world_size or _world_of_environment()
         batch, valid, micro = _by_nodes(block, world)
-    if world_size > 0 and block.version == 0.1 and world_size not in valid:
-        raise ElasticityIncompatibleWorldSize(
-            f"{world_size} rank(s) cannot share a batch of {batch}; these can: {valid}"
-        )
-    if world_size <= 0 and not return_microbatch:
-        return batch, valid
+        if world_size <= 0 and not return_microbatch:
+            return batch, valid
     if micro is None:
-        world = world_size or _world_of_environment()
-        micro = block.largest_micro(batch, world)
-    if micro is None:
-        raise ElasticityIncompatibleWorldSize(
-            f"no micro-batch of {list(block.micro_batches)} fits {world_size} rank(s)"
-        )
+        raise ElasticityIncompatibleWorldSize(f"no micro-batch of {list(block.micro_batches)} fits {world} rank(s)")
     return batch, valid, micro
 
 

@@ -11,6 +11,7 @@ from deepspeed.comm.process_groups.mesh import MODEL, Mesh
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.offload_plan import accumulator_dtype
 from deepspeed.engine.state_size import state_bytes
 from deepspeed.optim.precision import DTYPES
 
@@ -146,13 +147,17 @@ class StateAccessors:
         return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return (compute dtype of parameters, `data_types.grad_accum_dtype`)."""
-        return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
+        """Return the compute dtype of parameters, and the dtype of gradient accumulators."""
+        return self._state.components.dtype, accumulator_dtype(self._state.ds_config)
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Return the dtype that `communication_data_type` sets; fp32 if the JSON sets none."""
-        return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
+        """Return the dtype of gradients in messages: that of the JSON's key, else the compute dtype.
+
+        Without the key, gradients that are summed over micro-batches before the message have the accumulators' dtype.
+        """
+        name = self._state.ds_config.communication_data_type
+        return self._state.components.dtype if name is None else DTYPES[name]
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """Return the dtype that `torch_autocast` of the JSON selects, also if autocast is disabled."""

@@ -205,19 +205,7 @@ def listed(model_parameters: Any) -> list[Any] | None:
                 kind = type(entry).__name__
                 raise ArgumentError(f"model_parameters holds a {kind}; it takes parameters or group dicts")
             continue
-        params = entry.get("params")
-        if isinstance(params, torch.Tensor):
-            continue
-        if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
-            raise ArgumentError(
-                f"a group of model_parameters needs 'params' with its parameters; it has {sorted(entry)}"
-            )
-        entry["params"] = list(params)
-        for param in entry["params"]:
-            if not isinstance(param, torch.Tensor):
-                raise ArgumentError(
-                    f"'params' of a group of model_parameters holds a {type(param).__name__}, no parameter"
-                )
+        _check_group(entry)
     if len({isinstance(entry, dict) for entry in entries}) > 1:
         raise ArgumentError("model_parameters mixes parameters and group dicts; put every parameter into a group")
     return entries

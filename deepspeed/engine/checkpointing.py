@@ -157,15 +157,20 @@ class RunState:
             ways = int(Way.ITEMS) if counts else ways or int(Way.MEAN if backwards else Way.NONE)
         now.resume(seen, ways, items)
 
-    def restart_window(self, saved: dict[str, Any]) -> None:
-        """Restart a saved accumulation window: its gradients are not loaded, and its samples are read again."""
+    def restart_window(self, saved: dict[str, Any], why: str) -> None:
+        """Restart a saved accumulation window: its gradients are not loaded, and its samples are read again.
+
+        Args:
+            saved: result of `capture`.
+            why: reason for the log.
+        """
         seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
         if isinstance(loader, DeepSpeedDataLoader):
             loader.rewind(seen * then["micro"] * then["ranks"])
         self._state.micro_steps -= seen
         log_rank0(
-            f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole "
-            f"number of micro-batches on {self._state.axes.data.size} rank(s): the window starts again"
+            f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which starts again: "
+            f"{why}"
         )
 
 
@@ -531,8 +536,12 @@ class CheckpointIO:
         has_gradients = bool(about.get("has_gradients"))
         if not (window.get("seen") or has_gradients):
             return
-        if not (gradients and self._run.window_fits(run)):
-            self._run.restart_window(run)
+        if not self._run.window_fits(run):
+            size = self._state.axes.data.size
+            self._run.restart_window(run, f"its batch, or its part so far, cannot be divided so on {size} rank(s)")
+            return
+        if not gradients:
+            self._run.restart_window(run, "its gradients are not loaded without the optimizer's state")
             return
         if has_gradients:
             same, touched = load.load_window(view, source, rows, ranks, private)

@@ -259,12 +259,13 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Return the size of the first non-floating tensor with two or more dims, also in dicts; 0 if none or if bool."""
+    """Return the size of the first tensor of integers with two or more dims, also in dicts; 0 if there is none."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())
             if tokens:
                 return tokens
-        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
-            return value.numel() * (value.dtype != torch.bool)
+        elif isinstance(value, torch.Tensor) and value.dim() > 1:
+            if not value.dtype.is_floating_point and value.dtype != torch.bool:
+                return value.numel()
     return 0

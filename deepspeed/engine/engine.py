@@ -333,8 +333,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
         Raises:
             ArgumentError: the loss is not a differentiable scalar tensor, or `num_items` is negative or not finite.
-            UsageError: the engine has no optimizer, an update mixes calls with and without `num_items`, `num_items` is
-                passed inside `loop`, or sequence-parallel ranks have different losses.
+            UsageError: the engine has no optimizer, the loss is from `scale`, an update mixes calls with and without
+                `num_items`, `num_items` is passed inside `loop`, or sequence-parallel ranks have different losses.
         """
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer

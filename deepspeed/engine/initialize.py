@@ -61,7 +61,7 @@ def initialize(
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     say_info()
     say_untested()
-    kind = PipelineEngine if is_pipelined(model, source, mpu) else DeepSpeedEngine
+    kind = PipelineEngine if is_pipelined(model, source, mpu, mesh_param) else DeepSpeedEngine
     with suspended():
         engine = kind(
             model,

@@ -31,7 +31,7 @@ from deepspeed.foundation.fake_mode import STEP, enter
 from deepspeed.foundation.log import log_rank0
 from deepspeed.pipe.executor import Count, Executor, ModelPart, check_shared
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.schedule import PipelineSchedule, make_schedule
+from deepspeed.pipe.schedule import INFERENCE, PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import ScheduleCost, simulate
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.materialize import materialize
@@ -140,7 +140,7 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             ArgumentError: the schedule does not support this number.
         """
-        name = self._name if training else "inference"
+        name = self._name if training else INFERENCE
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,13 +35,16 @@ from deepspeed.zero.parameters.prefetch import PrefetchLimits
 _PROFILED_TOKENS = 512  # tokens per row; at most a model's positions minus two, since RoBERTa's begin at two
 
 
-def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Return whether a pipeline engine is needed: for a `PipelineModule`, or without `mpu` if the JSON sets pp above 1.
+def is_pipelined(model: Any, config: Any, mpu: Any, mesh_param: Any = None) -> bool:
+    """Return whether a pipeline engine is needed: for a `PipelineModule`, or without `mpu` if pp is set above 1.
 
     Args:
         config: dict, path or base64 of the JSON.
+        mesh_param: sizes by axis name, see `find_mesh`.
     """
     if isinstance(model, PipelineModule):
+        return True
+    if mpu is None and isinstance(mesh_param, Mapping) and mesh_param.get("pp", 1) != 1:
         return True
     return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
 

@@ -37,6 +37,7 @@ class Attempt:
         self.number = number
         self.failures: list[Failure] = []
         self.stopped_by: int | None = None
+        self._signals: set[int] = set()
         self._job = job
         self._loop = loop
         self._ending = False  # left-over ranks are being ended: how they end says nothing
@@ -97,18 +98,17 @@ class Attempt:
     def signal(self, number: int) -> None:
         """Send a user's or scheduler's signal to all ranks.
 
-        If the first signal is SIGINT or SIGTERM, ranks are killed after the grace period. A second SIGINT in a row
-        kills the ranks immediately; other repetitions in a row have no effect.
+        The first SIGINT or SIGTERM starts the grace period, after which the ranks are killed; a second SIGINT kills
+        them immediately. Other repetitions have no effect.
         """
-        again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
-        if number == self.stopped_by and not again:
+        if number in self._signals:
+            if number == signal.SIGINT:  # a second Ctrl-C means at once
+                self._kill()
             return  # a scheduler tells the agent of every host, a platform every container
-        first, self.stopped_by = self.stopped_by is None, number
-        if again:
-            self._kill()
-            return
-        if first and number in _STOPS:
+        if number in _STOPS and self._signals.isdisjoint(_STOPS):  # SIGUSR1 or SIGHUP may have come before
             self._loop.later(self._job.grace, self._kill)
+        self._signals.add(number)
+        self.stopped_by = number
         for peer in self.members:
             peer.send("signal", number=number)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import zipfile
@@ -90,18 +91,29 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
-    for name, path in [
-        *((f"logs/{name}", path) for name, path in logs.items()),
-        *((f"files/{p.name}", p) for p in files),
-    ]:
+    for name, path in [*((f"logs/{name}", path) for name, path in logs.items()), *_names(files).items()]:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             texts[name] = hide(file.read().decode(errors="replace"), digests, HIDDEN)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)  # the mode in `open` is that of a new file
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(name, text if name == "report.json" else without_secrets(text, secrets))
     return len(texts)
+
+
+def _names(files: Sequence[Path]) -> dict[str, Path]:
+    """Return files by name in the bundle: their own, with the folders in which those of the same name differ."""
+    namesakes: dict[str, list[Path]] = {}
+    for path in dict.fromkeys(Path(os.path.abspath(file)) for file in files):
+        namesakes.setdefault(path.name, []).append(path)
+    names: dict[str, Path] = {}
+    for paths in namesakes.values():
+        shared = os.path.commonpath([path.parent for path in paths])
+        names |= {f"files/{path.relative_to(shared)}": path for path in paths}
+    return names
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:

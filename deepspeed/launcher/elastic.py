@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
-from deepspeed.elasticity.batch import SCHEDULER_VIEW
+from deepspeed.elasticity.batch import SCHEDULER_VIEW, read_block
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.controller import Control
@@ -141,6 +141,7 @@ def valid_sizes(arguments: Sequence[str], environment: dict[str, str]) -> tuple[
             return ()
         block = {**json.loads(seen), "enabled": True}
     # The sizes of version 0.2 too do not depend on the world that is asked for.
-    world = 0 if float(block.get("version", 0.2)) == 0.1 else int(block.get("num_gpus_per_node", 1))
+    read = read_block(block)
+    world = 0 if read.version == 0.1 else read.gpus_per_node
     _, counts, *_ = compute_elastic_config({"elasticity": block}, __version__, world)
-    return tuple(count * int(block.get("model_parallel_size", 1)) for count in counts)
+    return tuple(count * read.model_parallel for count in counts)

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
@@ -254,12 +255,13 @@ class Pool:
             root: folder with opt/ml.
 
         Raises:
-            LaunchError: variables and resource file contradict each other, or the current host is not in the list.
+            LaunchError: variables and resource file contradict each other or are no valid JSON, or the current host is
+                not in the list.
         """
-        named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
+        named = _parsed(env["SM_HOSTS"], "SM_HOSTS") if env.get("SM_HOSTS") else []
         current = env.get("SM_CURRENT_HOST", "")
         try:
-            resources = json.loads(Path(root, RESOURCES).read_text())
+            resources = _parsed(Path(root, RESOURCES).read_text(), f"/{RESOURCES}")
         except OSError:
             resources = {}
         filed = resources.get("hosts", [])
@@ -335,9 +337,17 @@ class Pool:
         if not os.path.isfile(path):
             return None
         lines = filter(None, map(str.strip, Path(path).read_text().splitlines()))
-        hosts = [host for [host] in (expand(line, path) for line in lines)]
+        hosts = [host for line in lines for host in expand(line, path)]
         devices = len(visible_devices(env))  # a host with devices has a rank for each, whatever the count of its cores
         return cls({host: list(range(devices)) if devices else slots for host in dict.fromkeys(hosts)}, "PBS")
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Parse JSON from the place `where`; LaunchError if it is invalid."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise LaunchError(f"SageMaker: {where} is not valid JSON: {error}") from error
 
 
 def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import sys
 import time
@@ -149,22 +151,25 @@ class NodeRendezvous:
 def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
     """Connect to host 0 and run as its agent; the output of this host's ranks is shown here.
 
-    Returns the exit code. Raises LaunchError if host 0 does not answer in `ARRIVE_SECONDS`.
+    Returns the exit code. Raises LaunchError if host 0 does not answer in `ARRIVE_SECONDS`, or a signal comes before.
     """
     place = (job.address, control_port(job))
     end = time.monotonic() + ARRIVE_SECONDS
     log_at = time.monotonic() + LOG_SECONDS
     while True:
         try:
-            connection = socket.create_connection(place, timeout=5)
+            connection = socket.create_connection(place, timeout=1)  # a signal waits for this long
             break
         except OSError as error:
+            for message, _ in front.receive():
+                name = signal.Signals(message["number"]).name
+                raise LaunchError(f"stopped by {name} before any rank was started") from None
             if time.monotonic() > end or not front.open:
                 raise LaunchError(f"the first host does not answer at {place[0]}:{place[1]}: {error}") from error
             if time.monotonic() > log_at:
                 log_at = end
                 logger.info("waiting for the first host at %s:%d: %s", *place, error)
-            time.sleep(0.5)
+            select.select([front.reader], [], [], 0.5)
     connection.setblocking(False)
     descriptor = connection.detach()
     channel = Channel(descriptor, descriptor)

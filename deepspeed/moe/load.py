@@ -97,8 +97,10 @@ class LayerLoad:
     @property
     def entropy(self) -> float:
         """Entropy of the experts' shares over that of equal shares: 0 (one expert has all) to 1 (even, or none)."""
+        if not self.total or len(self.counts) == 1:
+            return 1.0
         shares = [count / self.total for count in self.counts if count]
-        return -sum(share * math.log(share) for share in shares) / math.log(len(self.counts)) if shares else 1.0
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.counts))
 
 
 @dataclass(eq=False)

@@ -495,7 +495,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
         The rate (a list for one per group) and "", or None and an error message.
     """
     key = PEAK_RATE.get(config.get("type", ""))
-    params = config.get("params", {})
+    params = config.get("params") or {}
     if key is None or key not in params:
         return None, f"scheduler.type {config.get('type')!r} with params {params} names no learning rate"
     return params[key], ""

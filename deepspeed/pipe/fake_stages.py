@@ -16,7 +16,7 @@ from deepspeed.comm.fake_world import FakeMessage, SimulatedSender, UnheardError
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.foundation.fake_mode import late, stage_outputs
 from deepspeed.pipe.executor import OtherStages
-from deepspeed.pipe.schedule import Action, PipelineSchedule
+from deepspeed.pipe.schedule import INFERENCE, Action, PipelineSchedule
 from deepspeed.pipe.schedule_simulator import simulate
 
 
@@ -86,7 +86,7 @@ class AbsentStages(OtherStages):
         window, action = message
         row, used = self.schedule.rows[peer], -1
         if window is self:
-            op = "W" if self.schedule.splits else "F" if self.schedule.name == "inference" else "B"
+            op = "W" if self.schedule.splits else "F" if self.schedule.name == INFERENCE else "B"
             used = self._places[peer][op, action.micro, self._peer(action)[1]]
         later = (place for place, other in enumerate(row) if place > used and other.op == "<" + kind)
         return next(later, None)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.errors import ArgumentError
-from deepspeed.pipe.schedule import Action, PipelineSchedule, make_schedule
+from deepspeed.pipe.schedule import INFERENCE, Action, PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
 
 
@@ -202,7 +202,7 @@ class TrainSchedule(_OfRows):
 class InferenceSchedule(_OfRows):
     """Schedule of forward passes only; one micro-batch can be in transfer while the next is computed."""
 
-    schedule_name = "inference"
+    schedule_name = INFERENCE
 
     def num_pipe_buffers(self) -> int:
         """Return two, or one for a single micro-batch."""

@@ -325,16 +325,22 @@ class PipelineModule(nn.Module):
         return inputs
 
     def _layer(self, layer: int) -> Callable[..., Any]:
+        spec, module = self._specs[layer], self._module_of(layer)
+        if module is None:
+            return self._functions[layer]
+        forward = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
+        return module if forward is None else partial(forward, module)
+
+    def _module_of(self, layer: int) -> nn.Module | None:
+        """Return the module of a layer of this stage; None for a function."""
         spec = self._specs[layer]
-        if isinstance(spec, TiedLayerSpec):
-            module, forward = self.tied_modules[spec.key], spec.forward_fn
-            return module if forward is None else lambda inputs: forward(module, inputs)
-        return self._functions.get(layer) or self._modules[str(layer)]  # type: ignore[return-value]
+        return self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self._modules.get(str(layer))
 
     def _is_checkpointable(self, layers: range) -> bool:
         if self._checkpointable is not None:
             return all(_name(self._specs[layer]) in self._checkpointable for layer in layers)
-        return any(self._trained_elements(self._modules.get(str(layer))) for layer in layers)
+        modules = [module for layer in layers if (module := self._module_of(layer)) is not None]
+        return any(next(module.parameters(), None) is not None for module in modules)
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
 

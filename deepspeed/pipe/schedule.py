@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from deepspeed.errors import ArgumentError, PipelineError
 
 _WORD = re.compile(r"([<>]?[FB]|W)(\d+)(?:\.(\d+))?")
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "inference")
+INFERENCE = "inference"
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", INFERENCE)
 _ONE_CHUNK = ("1f1b", "zero_bubble")
 
 
@@ -160,7 +161,7 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
         order = [(micro, chunk) for chunk in range(chunks) for micro in range(micros)]
         back = [(micro, chunk) for chunk in reversed(range(chunks)) for micro in range(micros)]
     forward, backward = [Action("F", *place) for place in order], [Action("B", *place) for place in back]
-    if name == "inference":
+    if name == INFERENCE:
         return forward
     first = warmup(name, stage, stages, micros, chunks)
     row = forward[:first]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.schedule import Action, PipelineSchedule
+from deepspeed.pipe.schedule import INFERENCE, Action, PipelineSchedule
 
 FORWARD, BACKWARD = 1.0, 2.0  # default costs of a part
 WEIGHTS = 1.0  # cost of `W`, included in BACKWARD
@@ -90,6 +90,8 @@ class _Simulation:
                 raise PipelineError(f"stage {index}: {action} sends what has not been computed (order swapped)")
             peer, chunk = self._peer(index, action)
             self.in_flight[index, peer, kind].append((Action(kind, action.micro, chunk), stage.clock + self.way))
+            if self.schedule.name == INFERENCE:  # no backward needs the activations
+                stage.held.discard((action.micro, action.chunk))
         elif action.op[0] == "<":
             peer, _ = self._peer(index, action)
             queue = self.in_flight[peer, index, kind]
@@ -135,6 +137,8 @@ class _Simulation:
         else:
             stage.put_off.remove(place)
         stage.peak = max(stage.peak, (len(stage.held) + len(stage.put_off), len(stage.held)))
+        if self.schedule.name == INFERENCE and self.schedule.part(index, action.chunk) == self.schedule.parts - 1:
+            stage.held.discard(place)  # the outputs are results: there is no message after which they are dropped
 
     def _waits(self, index: int) -> str:
         action = self.schedule.rows[index][self.stages[index].position]
@@ -146,7 +150,7 @@ class _Simulation:
 
     def count(self) -> None:
         """Raise PipelineError unless everything was computed, and every sent message was received."""
-        ops = "F" if self.schedule.name == "inference" else "FBW" if self.schedule.splits else "FB"
+        ops = "F" if self.schedule.name == INFERENCE else "FBW" if self.schedule.splits else "FB"
         wanted = [
             (op, micro, chunk)
             for op in ops

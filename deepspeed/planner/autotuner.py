@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.config.load import block_of
 from deepspeed.errors import ArgumentError, DeepSpeedError
 from deepspeed.planner.cli import say_trial
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
@@ -86,8 +87,8 @@ class Autotuner:
         path = self._results / "machine.json"
         if path.exists() and not self._block.overwrite:
             return Machine.load(path)
-        zero = self._base.get("zero_optimization") or {}
-        disks = [(zero.get(name) or {}).get("nvme_path") for name in ("offload_optimizer", "offload_param")]
+        zero = block_of(self._base, "zero_optimization")
+        disks = [block_of(zero, name).get("nvme_path") for name in ("offload_optimizer", "offload_param")]
         machine = calibrate(self._script.ranks, next((str(folder) for folder in disks if folder), ""))
         for note in machine.notes:
             print(f"note: {note}")
@@ -145,7 +146,7 @@ class Autotuner:
         return "" if (folder / INFO).exists() else "it says nothing"
 
     def _wishes(self) -> dict[str, Any]:
-        stage = self._base.get("zero_optimization", {}).get("stage")
+        stage = block_of(self._base, "zero_optimization").get("stage")
         micro = self._base.get("train_micro_batch_size_per_gpu")
         return {
             "stages": stage if isinstance(stage, list) else list(STAGES),

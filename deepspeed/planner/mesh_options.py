@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.load import block_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.simulator.machine import Machine
 
@@ -62,15 +63,15 @@ class MeshShape:
     def ask(self, config: dict[str, Any]) -> None:
         """Set the keys of this layout in `config`, in place."""
         if self.tensor > 1:
-            config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": self.tensor}
+            config["tensor_parallel"] = {**block_of(config, "tensor_parallel"), "autotp_size": self.tensor}
         if self.sequence > 1:
             config["sequence_parallel_size"] = self.sequence
         if self.shard:
-            config["zero_optimization"] = {**config.get("zero_optimization", {}), "mics_shard_size": self.shard}
+            config["zero_optimization"] = {**block_of(config, "zero_optimization"), "mics_shard_size": self.shard}
         if self.stages > 1:
-            config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
+            config["pipeline"] = {**block_of(config, "pipeline"), "stages": self.stages}
         if self.expert > 1:
-            config["expert_parallel"] = {**config.get("expert_parallel", {}), "enabled": True, "size": self.expert}
+            config["expert_parallel"] = {**block_of(config, "expert_parallel"), "enabled": True, "size": self.expert}
 
     def message_bytes(
         self, whole: float, ranks: int, reductions: int, gathers: int, experts: float = 0.0, ep: int = 1

@@ -28,6 +28,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.foundation.pytree import map_tensors, tensors_in
 from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.search import Task, TrainingPlan, search
+from deepspeed.planner.train_program import ForwardArguments
 from deepspeed.simulator.machine import Machine
 
 JOB, PLANS, INFO = "probe.json", "plans.pickle", "model_info.json"
@@ -103,7 +104,7 @@ def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
     Raises:
         ArgumentError: no tensor of the first micro-batch has `rows` rows.
     """
-    whole: Any = list(heard.args) if heard.args else {**(heard.kwargs or {})}
+    whole = ForwardArguments(tuple(heard.args), dict(heard.kwargs or {}))
     if not any(tensor.dim() and len(tensor) == rows for tensor in tensors_in(whole)):
         raise ArgumentError(
             f"the script's first micro-batch has no tensor with {rows} samples, as its JSON says: does it take another "

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.load import load_raw
+from deepspeed.config.load import block_of, load_raw
 from deepspeed.engine.memory.categories import TRANSIT
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.moe.structure import find_experts
@@ -112,7 +112,7 @@ class TrainingPlan:
         config.pop("train_batch_size", None)
         config.pop("autotuning", None)
         config |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
-        zero = config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": self.stage}
+        zero = config["zero_optimization"] = {**block_of(config, "zero_optimization"), "stage": self.stage}
         zero.pop("offload_optimizer", None)
         zero.pop("offload_param", None)
         if self.bucket:
@@ -124,9 +124,9 @@ class TrainingPlan:
         if self.tier in _WITH_PARAMETERS:
             zero["offload_param"] = dict(rests)
         if self.recompute:
-            config["activation_checkpointing"] = {**config.get("activation_checkpointing", {}), "enabled": True}
+            config["activation_checkpointing"] = {**block_of(config, "activation_checkpointing"), "enabled": True}
         elif "activation_checkpointing" in config:
-            config["activation_checkpointing"]["enabled"] = False
+            config["activation_checkpointing"] = {**block_of(config, "activation_checkpointing"), "enabled": False}
         self.shape.ask(config)
         return config
 
@@ -358,7 +358,7 @@ def _of_stages(plan: TrainingPlan, run: SimulatedRun, machine: Machine, rests: l
 
 
 def _itemsize(config: dict[str, Any]) -> int:
-    return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
+    return 2 if any(block_of(config, name).get("enabled") for name in ("bf16", "fp16")) else 4
 
 
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
@@ -495,7 +495,7 @@ def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) 
     """Return whether `narrow` may fit if `usual` does not: gradients are reduced during backward, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
-    own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
+    own = block_of(load_raw(task.config), "zero_optimization").get("reduce_bucket_size", math.inf)
     if isinstance(own, (int, float)) and own <= NARROW:
         return False
     far = usual.memory.on_host if machine.link else 0

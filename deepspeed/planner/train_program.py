@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,13 @@ OUTSIDE = {
 }  # fmt: skip
 
 
+class ForwardArguments(NamedTuple):
+    """Positional and keyword arguments of a forward, as one micro-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Program:
     """A model, its configuration, and one micro-batch that is used repeatedly.
@@ -34,8 +41,8 @@ class Program:
     Args:
         model: a module, which is copied, or a callable that creates one.
         config: dict, path or base64 of the JSON.
-        batch: one micro-batch of this rank: a mapping of keyword arguments, a sequence of arguments, or one argument of
-            the model's forward.
+        batch: one micro-batch of this rank: a mapping of keyword arguments, a sequence of arguments, both in
+            `ForwardArguments`, or one argument of the model's forward.
         loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
         optimizer: as in `deepspeed.initialize`: a callable that creates one from parameters, or None for the JSON's.
         updates: number of updates.
@@ -74,7 +81,9 @@ class Program:
             ArgumentError: the output has no tensor that requires gradients.
         """
         batch = self.batch
-        if isinstance(batch, Mapping):
+        if isinstance(batch, ForwardArguments):
+            outputs = engine(*batch.args, **batch.kwargs)
+        elif isinstance(batch, Mapping):
             outputs = engine(**batch)
         elif isinstance(batch, (list, tuple)):
             outputs = engine(*batch)

@@ -273,7 +273,7 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
 
 def block(name: str) -> str:
     """Return the outermost numbered module around a parameter, such as "h.0" for "h.0.mlp.weight"; "" if none."""
-    match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    match = re.match(r"(?:.*?\.)??\d+(?=\.)", name)
     return match.group(0) if match else ""
 
 
@@ -281,9 +281,9 @@ def _spans(names: Iterable[str]) -> bool:
     """Return whether names belong to several entries of a list of blocks; layers inside one block do not count."""
     seen: dict[str, set[str]] = {}
     for name in names:
-        for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
-            if name[: match.end()] == owner(name) != block(name):
-                continue  # a layer itself, as in `Sequential(Linear, GELU, Linear)` in a block
+        for match in re.finditer(r"(?:(?<=\.)|^)\d+(?=\.)", name):
+            if name[: match.end()] == owner(name) and (match.start() == 0 or owner(name) != block(name)):
+                continue  # a layer itself, as in `Sequential(Linear, GELU, Linear)`: in a block, or the whole model
             seen.setdefault(name[: match.start()], set()).add(match.group(0))
     return any(len(entries) > 1 for entries in seen.values())
 

@@ -47,7 +47,7 @@ def behind(error: BaseException | None) -> Iterator[None]:
     """Suppress out-of-memory RuntimeErrors of the `with` block if `error` is a MemoryExhaustedError (for clean-up)."""
     try:
         yield
-    except RuntimeError as trouble:
+    except (RuntimeError, MemoryError, OSError) as trouble:
         if not (isinstance(error, MemoryExhaustedError) and is_exhaustion(trouble)):
             raise
 
@@ -67,7 +67,7 @@ def _advice_on_pieces() -> str:
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if accelerator.device_name() != "cuda" or held - used < _MUCH * held or "expandable_segments" in settings:
+    if accelerator.device_name() != "cuda" or held - used <= _MUCH * held or "expandable_segments" in settings:
         return ""
     return (
         f". Of {held / 2**30:.2f} GiB that torch holds of the device, {(held - used) / 2**30:.2f} are in pieces that "

@@ -293,6 +293,25 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_the_first(run):
     assert _gone(processes, since)
 
 
+def test_a_stop_ends_ranks_that_ignore_it_also_after_a_request_to_save(run):
+    """SLURM sends SIGUSR1 first, and SIGTERM when the time is up."""
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"saving\\n"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, f"ready {os.getpid()}\\n".encode())  # one write: the lines of two ranks never mix
+        time.sleep(300)
+    """
+    launcher, processes = run.start(script, "--num_gpus", "2", "--grace", "1")
+    launcher.send_signal(signal.SIGUSR1)
+    assert [launcher.stdout.readline() for _ in processes] == ["saving\n"] * 2
+    since = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=20)
+    assert errors.splitlines()[-1] == "[deepspeed] stopped by SIGTERM, exit code 137"
+    assert _gone(processes, since)
+
+
 def test_a_log_file_per_rank(run):
     script = """
         import os, sys

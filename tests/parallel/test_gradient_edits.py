@@ -429,3 +429,32 @@ def momentum_that_comes_later(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_whose_first_gradient_comes_later_has_momentum(workers: Any, stage: int) -> None:
     workers(RANKS).run(momentum_that_comes_later, stage)
+
+
+def local_gradients(stage: int) -> None:
+    """This rank's part of a gradient that is not there is None, and one that is set counts as any other."""
+    with start(stage, Late(), zero={"stage3_param_persistence_threshold": 0}) as engine:
+        model, late = engine.module, engine.module.late.weight
+        model.both = True
+        back(engine)
+        engine.step()
+        model.both = False
+        back(engine, 1)
+        assert utils.safe_get_local_grad(late) is None, "that of the last update"
+        shard = utils.safe_get_local_fp32_param(late)
+        count = 0 if shard is None else shard.numel()
+        for value in (3.0, 2.0):  # beside gradients of other parameters; alone
+            before = masters(engine)
+            utils.safe_set_local_grad(late, torch.full((count,), value))
+            own = utils.safe_get_local_grad(late)
+            assert own is None or own.eq(value).all()
+            engine.step()
+            torch.testing.assert_close(applied(engine, before, "late.weight"), torch.full(late.shape, value))
+            assert applied(engine, before, "late.bias").eq(0.0).all()
+            assert applied(engine, before, "early.bias").eq(0.0).all() == (value == 2.0)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_local_gradients_are_there_when_they_were_set(workers: Any, stage: int) -> None:
+    workers(RANKS).run(local_gradients, stage)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_runs import INTERLEAVED, within
+from tests.parallel.dense import momentum
+from tests.parallel.pipeline_runs import INTERLEAVED, config_of, deep, within
 from tests.parallel.pipeline_surface import (
     along,
     apart_from_others,
@@ -79,3 +80,19 @@ def test_a_window_that_one_rank_cannot_start_starts_on_none(workers: Any) -> Non
 
 def test_an_optimizer_with_state_on_one_rank_ends_all(workers: Any) -> None:
     workers(2).run(handed_over, timeout=60)
+
+
+def staged_by_argument() -> str:
+    import deepspeed
+
+    model = deep("GPTNeo", 2)
+    config = config_of(1, 2)
+    del config["pipeline"]
+    optimizer = momentum(model.parameters())
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mesh_param={"pp": 2})[0]
+    with engine:
+        return f"{type(engine).__name__} {engine.num_stages}"
+
+
+def test_the_number_of_stages_may_be_an_argument(workers: Any) -> None:
+    assert workers(2).run(staged_by_argument) == ["PipelineEngine 2"] * 2

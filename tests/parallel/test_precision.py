@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.errors import LossScaleError
+from deepspeed.errors import LossScaleError, UsageError
 from tests.parallel.tiny import (
     STAGES,
     WIDTH,
@@ -107,6 +107,12 @@ def ways_to_scale() -> None:
                 assert with_words(lines, "unscaled", "underflow") == (way == "bare"), lines
         expect_close(results["scale"], results["backward"], 0.0, at=stage)
         expect_close(results["bare"], results["backward"], 1e-4, at=stage)
+    with start(1, **fp16(loss_scale=128)) as engine:
+        with raises(UsageError, "scales the loss twice"):
+            engine.backward(engine.scale(loss_of(engine, rows(0, 0))))
+        engine.zero_grad()
+        micro_step(engine, 0)
+        assert engine.get_global_grad_norm() < 1e3
     with start(1) as engine:  # fp32: nothing to scale
         loss = loss_of(engine, rows(0, 0))
         assert engine.scale(loss) is loss
@@ -208,6 +214,9 @@ def rounded_mean(dtype: torch.dtype, steps: tuple[int, ...] = (0,), once: bool =
 
 
 def on_the_wire() -> None:
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        with start(1, precision=precision) as engine:
+            assert engine.communication_data_type == dtype
     for stage in STAGES:
         for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
             with start(stage, communication_data_type=word) as engine:

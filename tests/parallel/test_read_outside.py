@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed import zero
+from deepspeed.zero.parameters.shard_group import State
 from tests.parallel.test_higher_order import LIMITS, WAYS, Times
 from tests.parallel.tiny import WIDTH, expect_close, raises, rows, start
 
@@ -216,3 +218,62 @@ def test_every_use(workers: Any, limits: str, way: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_other_stages(workers: Any, stage: int) -> None:
     check(workers, [(use, "default", "device", "fp32", False, False, stage) for use in USES])
+
+
+class Asks(nn.Module):
+    """Has no parameters, and asks in its own forward for one that is gathered with it from then on."""
+
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__()
+        self.of = [of]
+        self.register_forward_hook(lambda *_: None)  # without any, torch calls none that come during its forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with zero.GatheredParameters([self.of[0].weight], fwd_module=self):
+            return x + self.of[0].weight.sum()
+
+
+class ReadsAhead(nn.Module):
+    """Reads a later module's weight, or holds what asks for it."""
+
+    def __init__(self, of: nn.Linear, asks: bool) -> None:
+        super().__init__()
+        self.scale, self.of = nn.Parameter(torch.ones(WIDTH)), [of]
+        self.inner = Asks(of) if asks else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return x @ self.of[0].weight if self.inner is None else self.inner(x)
+
+
+class FirstReadsLast(nn.Module):
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.first = ReadsAhead(self.last, asks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def users_after_a_read(asks: bool) -> None:
+    with start(3, FirstReadsLast(asks), zero={"stage3_param_persistence_threshold": 0}) as engine:
+        groups = {p._ds_member.group for p in engine.module.parameters()}
+        for grad in (False, False, True):
+            with torch.set_grad_enabled(grad):
+                value = engine(rows(0, dist.get_rank())).square().mean()
+            assert grad or {group.users for group in groups} == {0}
+        engine.backward(value)
+        assert {group.users for group in groups} == {0}
+        assert engine._components.lifecycle.running == []
+        engine.step()
+        with raises(ZeroDivisionError):
+            for group in groups:
+                with group.whole():
+                    raise ZeroDivisionError
+        assert {group.state for group in groups} == {State.SHARDED}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_group_that_a_running_unit_reads_is_in_nobodys_use_afterwards(workers: Any, asks: bool) -> None:
+    workers(2).run(users_after_a_read, asks)

@@ -11,7 +11,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.parallel.tiny import Tiny, adamw, masters, micro_step, raises, start
+from tests.parallel.tiny import (
+    Tiny,
+    adamw,
+    expect_close,
+    loss_of,
+    masters,
+    micro_step,
+    raises,
+    rows,
+    said,
+    start,
+    with_words,
+)
 
 RANKS = 2
 
@@ -132,3 +144,30 @@ def saved_by_one_rank(folder: str) -> None:
 
 def test_one_rank_alone_saves_a_sharded_state_dict(workers: Any, tmp_path: Path) -> None:
     workers(2).run(saved_by_one_rank, str(tmp_path))
+
+
+def saved_where_one_rank_has_gradients(folder: str) -> None:
+    """The other rank skips a micro-batch, as scripts do whose data ends."""
+
+    def first(engine: Any) -> None:
+        if dist.get_rank() == 0:
+            engine.backward(loss_of(engine, rows(0, 0)))
+        engine.step()
+
+    with start(1, accumulation=2) as engine:
+        first(engine)
+        engine.save_checkpoint(folder)
+        micro_step(engine, 1)
+        wanted = masters(engine)
+    with start(1, accumulation=2) as engine:
+        engine.load_checkpoint(folder)
+        micro_step(engine, 1)
+        expect_close(masters(engine), wanted)
+    with said() as lines, start(1, accumulation=2) as engine:
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+    if dist.get_rank() == 0:
+        assert with_words(lines, "1 of 2 micro-batches", "starts again", "without the optimizer's state"), lines
+
+
+def test_a_window_is_saved_in_which_only_some_ranks_have_gradients(workers: Any, tmp_path: Path) -> None:
+    workers(RANKS).run(saved_where_one_rank_has_gradients, str(tmp_path))

@@ -132,6 +132,29 @@ def test_all_of_a_block_is_cut(kind: Any, more: Any, columns: set[str]) -> None:
         assert {name.split(".")[2] for name, how in plan.cuts().items() if how == "column"} == columns
 
 
+class Numbered(nn.Sequential):
+    """Blocks whose names begin with their numbers, with another Sequential inside, or the layers of one block."""
+
+    example_input_array = Stack.example_input_array
+
+
+def numbered_block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH), nn.GELU())
+
+
+@pytest.mark.parametrize(
+    ("model", "columns", "rows"),
+    [
+        (Numbered(numbered_block(), numbered_block()), ["0.0", "1.0"], ["0.2", "1.2"]),
+        (Numbered(*numbered_block()), ["0"], ["2"]),
+    ],
+)
+def test_a_numbered_model_is_cut_within_its_blocks(model: nn.Module, columns: list[str], rows: list[str]) -> None:
+    cuts = make_plan(model, 2, 0).cuts()
+    assert sorted(name.removesuffix(".weight") for name, how in cuts.items() if how == "column") == columns
+    assert sorted(name.removesuffix(".weight") for name, how in cuts.items() if how == "row") == rows
+
+
 class Idle(nn.Module):
     """A block with a matrix that the small input does not reach, and one without a pair."""
 

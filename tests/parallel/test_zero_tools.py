@@ -427,3 +427,17 @@ def generation() -> None:
 
 def test_unwrap_for_generation(workers: Any) -> None:
     workers(RANKS).run(generation)
+
+
+def own_elements() -> None:
+    for stage in range(4):
+        with start(stage, zero={"stage3_param_persistence_threshold": 0} if stage == 3 else {}) as engine:
+            whole = masters(engine)
+            for name, param in engine.module.named_parameters():
+                shards: list[Any] = [None] * RANKS
+                dist.all_gather_object(shards, param.ds_tensor.clone())
+                assert torch.equal(torch.cat(shards), whole[name].reshape(-1)), (stage, name)
+
+
+def test_the_shards_of_all_ranks_are_the_parameter(workers: Any) -> None:
+    workers(RANKS).run(own_elements)

@@ -230,8 +230,13 @@ def require_group() -> None:
 
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
-    """Call torch's new_group under the watchdog; arguments and result as there. All ranks call this in one order."""
-    with CollectiveEvent.of_world(f"new_group {ranks or 'of all ranks'}"):
+    """Call torch's new_group under the watchdog; arguments and result as there. All ranks call this in one order.
+
+    With `use_local_synchronization`, only the members call it, so that it is not in the desync trail of the world.
+    """
+    label = f"new_group {ranks or 'of all ranks'}"
+    of_members = options.get("use_local_synchronization", False)
+    with CollectiveEvent(label, ranks) if of_members else CollectiveEvent.of_world(label):
         return dist.new_group(ranks, timeout, backend, **options)
 
 

@@ -89,7 +89,7 @@ class CommsLogger:
         """
         block = getattr(comms_config, "comms_logger", comms_config)
         of_block = {} if block is None else {name: getattr(block, name, None) for name in _SETTINGS}
-        for name, value in {**of_block, **settings}.items():
+        for name, value in (*of_block.items(), *settings.items()):
             if value is not None:
                 setattr(self, name, value)
 
@@ -185,7 +185,10 @@ class CommsLogger:
             of_op = by_operation.setdefault(operation, {})
             for (size, ranks), times in sizes.items():
                 row = of_op.setdefault(size, [0, [], [], []])
-                speeds = [calc_bw_log(self._kinds.get(operation, operation), size, ms, ranks) for ms in times]
+                # `append` has the size of one rank's part, the messages of `deepspeed.comm` that of the whole tensor.
+                in_parts = operation in _OF_PARTS and operation not in self._kinds
+                part, kind = size // ranks if in_parts else size, self._kinds.get(operation, operation)
+                speeds = [calc_bw_log(kind, part, ms, ranks) for ms in times]
                 row[0] += times.calls
                 row[1] += times
                 row[2] += [algorithm_speed for algorithm_speed, _ in speeds]
@@ -249,11 +252,15 @@ class CommsLogger:
         """Return waiting times by operation and bytes: a call's time on this rank minus the shortest on any rank."""
         by_operation: dict[str, dict[int, Any]] = {}
         for operation, sizes in self.times.items():
-            for (size, ranks), times in sizes.items():
-                shortest = list(fastest[operation, size, ranks])
-                lost = [local - least for local, least in zip(times, shortest, strict=False)]
+            for size in dict.fromkeys(size for size, _ in sizes):
+                alike = [(ranks, times) for (other, ranks), times in sizes.items() if other == size]
+                shortest, lost = list[float](), list[float]()
+                for ranks, times in alike:  # groups of several sizes, as in `comms_dict`
+                    least = fastest[operation, size, ranks]
+                    shortest += least
+                    lost += [local - fast for local, fast in zip(times, least, strict=False)]
                 by_operation.setdefault(operation, {})[size] = {
-                    "count": times.calls,
+                    "count": sum(times.calls for _, times in alike),
                     "total_comm_lat_ms": sum(shortest),
                     "total_straggler_ms": sum(lost),
                     "avg_comm_lat_ms": trimmed_mean(shortest),

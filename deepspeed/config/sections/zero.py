@@ -219,5 +219,5 @@ def get_zero_config(param_dict: dict[str, Any]) -> Zero:
     Raises:
         pydantic.ValidationError: a name, type or value is wrong.
     """
-    block = param_dict.get("zero_optimization", {})
+    block: Any = param_dict.get("zero_optimization") or {}
     return Zero.model_validate({"stage": int(block)} if isinstance(block, bool) else block)

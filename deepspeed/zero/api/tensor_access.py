@@ -283,7 +283,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
     Returns:
         1-D tensor in the dtype of the master weights, a view if the accumulator is in memory and has this dtype; None
-        if the engine has no gradients, or this rank has no elements of the parameter.
+        if the parameter has no gradient, or this rank has no elements of it.
 
     Raises:
         UsageError: ranks disagree about the gradients; see `Reducer.finish`.
@@ -292,7 +292,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     if access is None or access.reducer is None or access.reducer.clean:
         return None
     access.reducer.finish(Purpose.READ, access.member)
-    if not access.fragments:
+    if not access.fragments or not access.reducer.touched(access.fragments[0].bucket, access.member):
         return None
     fragment, access.reducer.squares.lends_views = access.fragments[0], True
     with fragment.bucket.total.borrowed() as total:
@@ -351,15 +351,12 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
     Raises:
         ArgumentError: the parameter belongs to no engine.
+        UsageError: the parameter is frozen.
     """
     access = _Access.to(param)
     if access is None or access.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
-    access.reducer.finish(Purpose.WRITE, access.member)
-    access.reducer.forget_reads(access.member)
-    for fragment in access.fragments:
-        with fragment.bucket.total.borrowed(changed=True) as total:
-            total[fragment.span].copy_(value.reshape(-1))
+    access.reducer.set_local_grad(access.member, value)
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

@@ -190,11 +190,17 @@ class AccumulationWindow:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the fp32 product of `loss` and the loss scale, on which the user calls `backward`.
 
-        Gradients of that backward pass are divided by the loss scale when they are accumulated.
+        Gradients of that backward pass are divided by the loss scale when they are accumulated. Inside `backward_pass`,
+        where losses are scaled too, it raises UsageError.
         """
         scaled_loss = loss.float() * self.loss_scale
 
         def opened(_grad: torch.Tensor) -> None:
+            if self._pass is not _BARE and self._pass.task is None:
+                raise UsageError(
+                    "engine.backward(engine.scale(loss)) scales the loss twice: call engine.backward(loss), or "
+                    "engine.scale(loss).backward()"
+                )
             self._pass = _BackwardPass(Way.MEAN, True, True, torch._C._current_graph_task_id())
             self.refresh()
             Variable._execution_engine.queue_callback(self._close)

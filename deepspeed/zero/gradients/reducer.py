@@ -457,23 +457,39 @@ class Reducer:
             UsageError: the parameter's group is frozen, or ranks have made different calls.
         """
         bucket = self.bucket_of(member.group)
-        if bucket.sum is None:
-            if value is None:
-                return
-            raise UsageError(f"parameter '{member.name}' is frozen, and so has no gradient that could be replaced")
-        if value is None and self.clean:
+        if value is None and (self.clean or bucket.sum is None):
             return
-        self.clean = False
-        self.forget_reads(member)
-        self.finish(Purpose.WRITE, member)
-        bucket.touched[member.index] = int(value is not None)
-        self.revision += 1
-        self._touched_anywhere[id(bucket)][member.index] = value is not None
+        self._mark(member, value is not None)
         if value is not None or bucket.filled:
             self._write(member, value)
 
-    def _write(self, member: ParamRecord, value: torch.Tensor | None) -> None:
-        """Write this rank's part of a gradient to the accumulator; None: zeros."""
+    def set_local_grad(self, member: ParamRecord, value: torch.Tensor) -> None:
+        """Replace this rank's part of a parameter's accumulated gradient. All ranks must call this.
+
+        Args:
+            member: parameter.
+            value: tensor with the elements of this rank's shard; ignored if it has none.
+
+        Raises:
+            UsageError: as in `set_grad`.
+        """
+        self._mark(member, True)
+        self._write(member, value, is_part=True)
+
+    def _mark(self, member: ParamRecord, has_gradient: bool) -> None:
+        """Reduce the gradients before one is replaced, and record whether the parameter then has one on all ranks."""
+        bucket = self.bucket_of(member.group)
+        if bucket.sum is None:
+            raise UsageError(f"parameter '{member.name}' is frozen, and so has no gradient that could be replaced")
+        self.clean = False
+        self.forget_reads(member)
+        self.finish(Purpose.WRITE, member)
+        bucket.touched[member.index] = int(has_gradient)
+        self.revision += 1
+        self._touched_anywhere[id(bucket)][member.index] = has_gradient
+
+    def _write(self, member: ParamRecord, value: torch.Tensor | None, is_part: bool = False) -> None:
+        """Write this rank's part of a gradient to the accumulator; None: zeros. `value` may be this part itself."""
         bucket = self.bucket_of(member.group)
         flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
@@ -486,7 +502,7 @@ class Reducer:
                 if flat is None:
                     place.zero_()
                 else:
-                    place.copy_(flat[range_.start : range_.stop])
+                    place.copy_(flat if is_part else flat[range_.start : range_.stop])
         bucket.filled = True
 
 

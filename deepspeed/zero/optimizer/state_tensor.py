@@ -58,7 +58,8 @@ class ReadOnly(torch.Tensor):
 class Away(torch.Tensor):
     """Placeholder of an offloaded state tensor, on the meta device; operations load the values temporarily.
 
-    `to`, `cpu` and `cuda` return the placeholder itself, so that code which moves all state does not load it.
+    `to` (unless it changes the dtype), `cpu` and `cuda` return the placeholder itself, so that code which moves all
+    state does not load it.
     """
 
     _ds_borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]
@@ -76,9 +77,15 @@ class Away(torch.Tensor):
         return placeholder
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # pyright: ignore[reportAttributeAccessIssue]
+        if dtype is None or dtype == self.dtype:
+            return self
+        return self._with_values(torch.Tensor.to, (self, *args), kwargs, self, False)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
 
-    cpu = cuda = to
+    cuda = cpu
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ do not reshard.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +68,7 @@ class _Call:
     unit: nn.Module
     inputs: int  # number of inputs whose gradients mark the end of the unit's backward; 0: its parameters do
     since: int  # number of the first autograd node of the forward
+    groups: Sequence[ShardGroup] = ()  # groups that its backward has gathered
     using: bool = False  # whether the unit's backward is running
     begun: int = -1  # id of the last backward pass that has reached it
     open: set[int] = field(default_factory=set)  # groups with missing gradients, if `inputs` is 0
@@ -95,7 +96,8 @@ class ModuleHooks:
         self.units: dict[nn.Module, list[ShardGroup]] = {}
         self.depth = 0  # nesting depth of the root's forward
         self.running: list[nn.Module] = []  # units whose forward is running, outermost first
-        self._calls: list[_Call | None] = []
+        # Of each of `running`: the groups that were gathered for it, to which a read in it may add others.
+        self._entered: list[tuple[Sequence[ShardGroup], _Call | None]] = []
         self._open_ended: dict[int, list[_Call]] = defaultdict(list)
         self._alone: set[nn.Module] = set()  # units that ran in this pass outside of the root's forward
         self._turned = True  # the last pass is over: its backward has begun, or it has none
@@ -232,20 +234,21 @@ class ModuleHooks:
         if self.depth == 0 and not self.running and not in_backward():
             self._run_alone(unit)
         try:
-            self._gather(unit)
+            groups = self._gather(unit)
         except ShardedParameterError:  # the user has written to a view of a sharded parameter: no forward
             for group in self.units[unit]:
                 group.users -= 1
             raise
         self.running.append(unit)
-        self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
+        call = self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
+        self._entered.append((groups, call))
 
     def _after(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         collectives.delay("after a unit")
-        if not self.running:  # `_before` has raised
+        if not self.running or self.running[-1] is not unit:  # `_before` has raised, or came before it was a unit
             return
         self.running.pop()
-        call = self._calls.pop()
+        groups, call = self._entered.pop()
         outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
         if call is not None and outputs:
             hook = Hook(lambda _grad: self._output_gradient(call))
@@ -253,7 +256,7 @@ class ModuleHooks:
                 tensor.register_hook(hook)
         if outputs and call is not None and not in_backward():
             self._keep_places(unit, outputs, call.since)
-        for group in self.units[unit]:
+        for group in groups:
             group.users -= 1
             if not in_backward():
                 self.prefetcher.release(group)
@@ -266,12 +269,13 @@ class ModuleHooks:
         if viewed or (unit is not self.module and any(group.buffer_views.may_be_saved() for group in groups)):
             buffer_views.keep_places(outputs, since, groups)
 
-    def _gather(self, unit: nn.Module) -> None:
-        """All-gather the groups of a unit, and mark them as in use."""
-        groups = self.units[unit]
+    def _gather(self, unit: nn.Module) -> Sequence[ShardGroup]:
+        """All-gather the groups of a unit, and mark them as in use; return them, since the unit may get more."""
+        groups = tuple(self.units[unit])
         for group in groups:
             group.users += 1
         self.prefetcher.gather(*groups)
+        return groups
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -301,9 +305,9 @@ class ModuleHooks:
         if call.using:
             return
         call.using = self._turned = True
-        self._gather(call.unit)
+        call.groups = self._gather(call.unit)
         if not call.inputs:
-            for group in self.units[call.unit]:
+            for group in call.groups:
                 call.open.add(id(group))
                 self._open_ended[id(group)].append(call)
         if call.inputs > 1:  # some may get no gradient in this backward pass
@@ -321,7 +325,7 @@ class ModuleHooks:
         if not call.using:
             return
         call.using = False
-        for group in self.units[call.unit]:
+        for group in call.groups:
             group.users = max(0, group.users - 1)
             self.prefetcher.release(group)
 
@@ -345,7 +349,7 @@ class ModuleHooks:
         self._open_ended.clear()
         self._turned = True
         self.running.clear()
-        self._calls.clear()
+        self._entered.clear()
         self.depth = 0
         for group in self.prefetcher.groups:
             group.users = 0

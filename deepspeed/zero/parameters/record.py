@@ -64,7 +64,7 @@ class Gatherer(Protocol):
 class Gradients(Protocol):
     """Attributes of the reducer of a parameter's gradients; see `reducer.Reducer`."""
 
-    replaced: Any  # see `replaced.Replaced`
+    replaced: Any  # see `replaced_parameters.Replaced`
 
     def arrived(self, member: Any) -> None: ...
 
@@ -256,7 +256,7 @@ class ParamRecord:
         """Return the slice of this rank's shard that has elements of the parameter; may be empty."""
         group, cuts = self.group, self.group.layout.cuts_of(self.index)
         rank = group.axis.rank
-        low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
+        low = max(self.offset + cuts[rank] - group.low, 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
     def own_values(self) -> torch.Tensor:

@@ -342,9 +342,11 @@ class ShardGroup(LocalShard):
         """Return a context with the group gathered; at the end, reshard it if it was sharded and is not in use."""
         was = self.state
         self.wait_all_gather()
-        yield
-        if was is State.SHARDED and not self.users:
-            self.reshard()
+        try:
+            yield
+        finally:
+            if was is State.SHARDED and not self.users:
+                self.reshard()
 
     def refresh(self) -> None:
         """Update a full buffer in use or viewed by other code to new shards; else reshard. All ranks must call this.

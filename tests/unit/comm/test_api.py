@@ -40,6 +40,34 @@ def test_bandwidths_follow_the_convention_of_nccl_tests():
     assert rows == {"all_reduce": (1, 1.5), "all_gather_into_tensor": (1, 0.75), "broadcast": (0.5, 0.5)}
 
 
+def test_both_tables_have_the_same_speeds():
+    log = CommsLogger(enabled=True)
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "all_to_all_single"):
+        log.record(name, 1_000_000, 4, 0.001, "")
+    for row in log.summary():
+        _, _, (speed,), (bus,) = log.comms_dict[row["op"]][1_000_000]
+        moved = 2 if row["op"] == "all_reduce" else 1  # the convention of `calc_bw_log`
+        assert (speed, bus) == pytest.approx((8 * moved * row["algbw_gbs"], 8 * row["busbw_gbs"])), row["op"]
+    log.append("all_gather", "gather of a part", 1.0, 250_000)
+    assert log.comms_dict["gather of a part"][250_000][2] == [pytest.approx(2.0)]  # one rank here
+
+
+def test_messages_of_one_size_in_two_groups_are_told_together():
+    log = CommsLogger(enabled=True)
+    for ranks, seconds in ((2, 0.001), (4, 0.003), (4, 0.002)):
+        log.record("all_reduce", 8, ranks, seconds, "")
+    told = log.log_all(print_log=False, show_straggler=True, return_dict=True)
+    waits, figures = (told[name]["all_reduce"][8] for name in ("straggler_analysis", "summary"))
+    assert waits["count"] == figures["count"] == 3
+    assert waits["total_comm_lat_ms"] == pytest.approx(6.0) == figures["total_latency_ms"]
+
+
+def test_a_setting_that_is_none_leaves_the_block():
+    log = CommsLogger()
+    log.configure(SimpleNamespace(enabled=True, verbose=True), enabled=None, verbose=False)
+    assert log.enabled and not log.verbose
+
+
 def test_the_straggler_is_what_a_rank_lost_to_waiting():
     log = CommsLogger(enabled=True)
     log.record("all_reduce", 8, 2, 0.005, "")

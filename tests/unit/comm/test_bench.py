@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.bench import OPERATIONS, measure, parser
 from deepspeed.comm.watchdog.comms_logger import Curve
 from deepspeed.errors import ArgumentError
@@ -63,3 +66,15 @@ def test_the_command_starts_its_ranks_and_writes_a_curve_that_the_logger_reads(t
     curve = Curve.read(str(file))
     low, between, high = (curve.busbw("all_reduce", size) for size in (1024, 1500, 2048))
     assert min(low, high) <= between <= max(low, high) and curve.busbw("broadcast", 1024) == 0.0
+
+
+def measured_with_less_room() -> list[float]:
+    accelerator = get_accelerator()
+    room = 2048 << 2 * comm.get_rank()
+    with mock.patch.object(type(accelerator), "available_memory", lambda *_: room):
+        arguments = parser().parse_args(["--scan", "--maxsize", "13", "--trials", "1", "--mem-factor", "1"])
+        return [row["bytes"] for row in measure("all_reduce", arguments)]
+
+
+def test_all_ranks_measure_what_the_smallest_has_room_for(workers: Workers) -> None:
+    assert workers(2).run(measured_with_less_room) == [[1024, 2048]] * 2

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from deepspeed.comm.watchdog.desync import DesyncDetector
+from deepspeed import comm
+from deepspeed.comm.process_groups import axis
+from deepspeed.comm.watchdog.desync import DesyncDetector, trail
 
 OWNER = object()
 
@@ -88,3 +90,22 @@ def test_entering_is_cheap():
     for _ in range(10_000):
         made.enter(OWNER, "public", lambda: (0, 1), "reduce of layers.3.attention.weight")
     assert time.thread_time() - begun < 0.5  # 3 µs each on an idle core
+
+
+def marks_of_local_groups():
+    trail.start(1)
+    try:
+        axis._groups.clear()
+        axis.get_own_group()
+        if comm.get_rank() == 0:  # nobody else has to
+            comm.new_group([0], use_local_synchronization=True)
+        comm.barrier()
+        return trail.marks()
+    finally:
+        trail.interval = 0
+        trail.forget()
+
+
+def test_groups_that_only_their_members_make_are_in_no_trail_of_all(workers):
+    one, other = workers(2).run(marks_of_local_groups)
+    assert one == other != b"{}"

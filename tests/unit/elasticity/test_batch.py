@@ -11,9 +11,11 @@ from deepspeed.elasticity import (
     ElasticityError,
     ElasticityIncompatibleWorldSize,
     compute_elastic_config,
+    elasticity_enabled,
     ensure_immutable_elastic_config,
 )
 from deepspeed.elasticity.batch import _SCALES, main
+from deepspeed.launcher.elastic import valid_sizes
 
 ROW_1 = "1 2 3 4 5 6 7 8 10 12 14 15 20 21 24 28 30 35 40 42 56 60 70 84 105 120 140 168 210 280 420 840"
 ROW_2 = "32 34 36 48 51 64 68 72 96 102 136 144 153 192 204 272 288 306 408 576 612 816 1224"
@@ -82,9 +84,26 @@ def test_what_cannot_be_served(monkeypatch, given, error, words):
         compute_elastic_config(given, "1.0.0")
 
 
+def test_null_counts_as_missing(monkeypatch):
+    """In the block, in its place, and in the launcher, which reads the JSON without its sections."""
+    monkeypatch.delenv("DEEPSPEED_ELASTICITY_CONFIG", raising=False)
+    assert not elasticity_enabled({"elasticity": None})
+    plain, nulls = config(64, [1, 2, 4]), dict.fromkeys(["version", "min_gpus", "model_parallel_size"])
+    with_nulls = {"elasticity": {**plain["elasticity"], **nulls}}
+    assert compute_elastic_config(with_nulls, "1.0.0", 4) == compute_elastic_config(plain, "1.0.0", 4)
+    sizes = [valid_sizes([], {"DEEPSPEED_ELASTICITY_CONFIG": json.dumps(c["elasticity"])}) for c in (plain, with_nulls)]
+    assert sizes[0] == sizes[1]
+
+
 def test_a_world_that_does_not_fit():
     with pytest.raises(ElasticityIncompatibleWorldSize, match="7 rank"):
         compute_elastic_config(config(64, [1, 2, 4], **OLD), "1.0.0", 7)
+
+
+def test_a_world_of_the_environment_that_does_not_fit(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="7 rank"):
+        compute_elastic_config(config(64, [1, 2, 4], **OLD), "1.0.0", return_microbatch=True)
 
 
 def test_a_version_without_elasticity():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from deepspeed.engine.data_loading import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.engine.data_loading import DeepSpeedDataLoader, RepeatingLoader, tokens_in
 from deepspeed.engine.train_loop import count_samples, equal_steps
 from deepspeed.errors import DataError
 
@@ -250,3 +250,11 @@ def test_a_resumed_pass_draws_no_random_number() -> None:
     before = torch.get_rng_state()
     next(iter(loader))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tokens_are_those_of_the_ids_whatever_stands_before_them() -> None:
+    ids, mask = torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 9, 9, dtype=torch.bool)
+    assert (
+        tokens_in([ids]) == tokens_in([mask, torch.ones(2, 3), ids]) == tokens_in([{"mask": mask}, {"ids": ids}]) == 10
+    )
+    assert tokens_in([mask, torch.ones(2, 3), torch.zeros(2, dtype=torch.long)]) == 0

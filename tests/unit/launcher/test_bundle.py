@@ -86,6 +86,21 @@ def test_a_bundle_of_the_last_job_holds_no_secret(tmp_path):
     ]
 
 
+def test_files_of_one_name_are_all_there_and_an_older_file_becomes_private(tmp_path):
+    for folder in ("a", "b", "b/c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ds.json").write_text(folder)
+    output = tmp_path / "out.zip"
+    output.touch()
+    output.chmod(0o644)
+    files = [tmp_path / name for name in ("a/ds.json", "b/ds.json", "b/c/ds.json", "b/../a/ds.json", "out.zip")]
+    assert write(output, {}, files) == 6
+    with zipfile.ZipFile(output) as archive:
+        texts = {name: archive.read(name).decode() for name in archive.namelist() if name.startswith("files/")}
+    assert texts == {"files/a/ds.json": "a", "files/b/ds.json": "b", "files/b/c/ds.json": "b/c", "files/out.zip": ""}
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
 def test_without_a_job_there_is_still_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -45,6 +45,14 @@ def test_a_pbs_job_names_a_host_once_per_slot(tmp_path: Path):
     assert (pool.source, pool.hosts, pool.own) == ("PBS", {"n1": [0, 1], "n2": [0, 1]}, None)
 
 
+def test_a_pbs_job_may_name_hosts_by_ranges(tmp_path: Path):
+    (tmp_path / "nodes").write_text("n[1-2]\nn3\n")
+    assert list(found({"PBS_NODEFILE": str(tmp_path / "nodes")}, tmp_path).hosts) == ["n1", "n2", "n3"]
+    (tmp_path / "nodes").write_text("n[2-1]\n")
+    with pytest.raises(LaunchError, match="'2-1' in 'n\\[2-1\\]' is not a range"):
+        found({"PBS_NODEFILE": str(tmp_path / "nodes")}, tmp_path)
+
+
 def test_an_mpi_operator_writes_a_hostfile(tmp_path: Path):
     (tmp_path / "etc/mpi").mkdir(parents=True)
     (tmp_path / "etc/mpi/hostfile").write_text("worker-0 slots=1\nworker-1 slots=3\n")
@@ -60,6 +68,8 @@ def test_a_sagemaker_container_has_only_the_file(tmp_path: Path):
     assert (list(pool.hosts), pool.own, pool.address) == (["algo-1", "algo-2"], 1, "algo-1")
     with pytest.raises(LaunchError, match="SM_CURRENT_HOST=algo-1 contradicts"):
         found({"SM_CURRENT_HOST": "algo-1"}, tmp_path)
+    with pytest.raises(LaunchError, match="SageMaker: SM_HOSTS is not valid JSON"):
+        found({"SM_HOSTS": "algo-1,algo-2"}, tmp_path)
 
 
 def test_a_hostfile_outranks_the_scheduler(tmp_path: Path):

@@ -36,6 +36,7 @@ def test_options_make_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     assert isinstance(build_scheduler(config["type"], config["params"], optimizer), OneCycle)
     assert get_lr_from_config(config) == (0.5, "")
+    assert get_lr_from_config({"type": "OneCycle", "params": None})[0] is None
 
 
 def test_options_override_the_section() -> None:

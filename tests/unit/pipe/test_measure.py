@@ -35,6 +35,24 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
+def test_tied_and_frozen_layers_are_recomputed_as_all_with_parameters() -> None:
+    outputs: list[torch.Tensor] = []
+
+    def recompute(run: Any, inputs: torch.Tensor) -> torch.Tensor:
+        outputs.append(run(inputs))
+        return outputs[-1]
+
+    layers = [
+        TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH),
+        torch.tanh,
+        nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH, forward_fn=project),
+    ]
+    how: dict[str, Any] = {"activation_checkpoint_interval": 1, "activation_checkpoint_func": recompute}
+    result = PipelineModule(layers, num_stages=1, **how)(torch.ones(2, WIDTH))
+    assert len(outputs) == 3 and outputs[-1] is result
+
+
 def test_layers_cost_their_time_and_what_they_hold() -> None:
     frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     trained, slow = nn.Linear(WIDTH, WIDTH), Slow(0.02)

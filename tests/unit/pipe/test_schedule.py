@@ -24,7 +24,7 @@ def peak_by_formula(schedule: PipelineSchedule, stage: int) -> int:
     """Micro-batches times chunks whose activations a stage holds at most."""
     total = schedule.micros * schedule.chunks
     if schedule.name == "inference":
-        return total  # nothing is kept for a backward that never comes; the executor keeps none
+        return 1  # dropped when it is sent: nothing is kept for a backward that never comes
     if schedule.name == "zero_bubble":
         return min(total, schedule.stages)  # the first stage's of 1f1b
     return min(total, warmup(schedule.name, stage, schedule.stages, schedule.micros, schedule.chunks) + 1)

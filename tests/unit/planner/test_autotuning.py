@@ -15,8 +15,10 @@ import deepspeed
 from deepspeed.autotuning import Autotuner
 from deepspeed.errors import ArgumentError
 from deepspeed.launcher.runner import own_options
+from deepspeed.planner.mesh_options import MeshShape
 from deepspeed.planner.script_probe import batches, listen
-from deepspeed.planner.search import legal_plans
+from deepspeed.planner.search import TrainingPlan, legal_plans
+from deepspeed.planner.train_program import Program
 from deepspeed.planner.training_script import Script
 from tests.harness.pool import PATIENCE
 from tests.unit.planner.test_plans import ADAMW, MACHINE, Net
@@ -99,7 +101,7 @@ def test_a_script_is_heard_up_to_its_first_forward(tmp_path: Path) -> None:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         assert torch.distributed.get_world_size() == 2
         try:
-            engine(torch.randn(2, 16, 64))
+            engine(torch.randn(2, 16, 64), scale=torch.ones(2, 1, 1))
         except Exception:  # as users write
             went_on.append(1)
         went_on.append(2)
@@ -113,9 +115,12 @@ def test_a_script_is_heard_up_to_its_first_forward(tmp_path: Path) -> None:
     assert {type(p) for p in heard.model.parameters()} == {torch.nn.Parameter}
     assert heard.optimizer is not None
     assert heard.optimizer(list(heard.model.parameters())).defaults["lr"] == 0.5
-    (larger,) = batches(heard, 2)(5)
+    (larger,), named = batches(heard, 2)(5)
     assert larger.shape == (5, 16, 64)
+    assert named["scale"].shape == (5, 1, 1)
     assert torch.equal(larger[4], larger[0])
+    doubled = Program(model, {}, batches(heard, 2)(4)).loss_of(lambda x, scale: x * 0 + 2 * scale)
+    assert doubled == 2
     with pytest.raises(ArgumentError, match="arg_mappings"):
         batches(heard, 3)
     with pytest.raises(ArgumentError, match="before its engine's first forward"):
@@ -128,6 +133,22 @@ def test_plans_are_those_that_the_json_allows(tmp_path: Path) -> None:
     tuner = Autotuner(args, {"localhost": [0, 1]})
     wanted = [plan for plan in legal_plans(8, MACHINE) if tuner._wanted(plan)]
     assert {plan.stage for plan in wanted} == {1, 2}
+
+
+def test_blocks_that_are_null_count_as_missing(tmp_path: Path) -> None:
+    known = script(tmp_path, zero_optimization=None)
+    tuner = Autotuner(
+        type("Options", (), {"user_script": known.name, "user_args": known.arguments})(), {"localhost": [0]}
+    )
+    assert {plan.stage for plan in legal_plans(8, MACHINE) if tuner._wanted(plan)} == {0, 1, 2, 3}
+    names = ("zero_optimization", "activation_checkpointing", "tensor_parallel", "pipeline", "expert_parallel")
+    nulls: dict[str, object] = {name: None for name in names}
+    for shape in (MeshShape(tensor=2), MeshShape(stages=2), MeshShape(expert=2), MeshShape(shard=2)):
+        for recompute in (False, True):
+            plan = TrainingPlan(3, "none", 2, 1, recompute, shape=shape)
+            config = plan.config(nulls, "")
+            assert config["zero_optimization"]["stage"] == 3
+            assert config["activation_checkpointing"] == {"enabled": recompute}
 
 
 @pytest.mark.slow
