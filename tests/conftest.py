@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from tests.harness import WorkerPool, fork_server
 from tests.harness.drawn import mark_others_slow
 from tests.harness.police import Police
-from tests.harness.pool import ENGINE_IMPORTS, WORKER_IMPORTS
+from tests.harness.pool import EMULATED_IMPORTS, WORKER_IMPORTS
 
 SKIPS = Path(__file__).parent / "skips.txt"
 _pools: dict[tuple[str, int], WorkerPool] = {}
@@ -35,6 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
     gc.disable()  # collecting 14,000 tests and what they import makes little garbage, and the collector looks at it all
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """The cells of a test that is slow as a whole, ten thousand, are not made where none of them would run."""
+    slow = inspect.isfunction(obj) and any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ()))
+    return [] if slow and "not slow" in collector.config.option.markexpr.split(" and ") else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
@@ -78,7 +86,7 @@ def emulated() -> Iterator[Callable[[int], WorkerPool]]:
     from tests.emulated.build import built
 
     built()
-    yield from _started("tests.emulated.worker", ("tests.emulated.worker", *ENGINE_IMPORTS))
+    yield from _started("tests.emulated.worker", EMULATED_IMPORTS)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
 # What most tests on ranks import is there when they start: an engine's modules alone take 1.6 s of each rank.
 ENGINE_IMPORTS = ("transformers.models.llama.modeling_llama", "deepspeed.engine.initialize")
 WORKER_IMPORTS = ("tests.harness.worker", *ENGINE_IMPORTS)
+EMULATED_IMPORTS = ("tests.emulated.worker", *ENGINE_IMPORTS)
 LOG_TAIL = 4000  # characters of a rank's log shown with a failure
 
 

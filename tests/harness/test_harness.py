@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import time
 
 import psutil
@@ -17,7 +15,7 @@ from deepspeed.comm.collectives.same_error import alarmed
 from tests.harness import WorkerError, WorkerPool, WorkerTimeout
 from tests.harness.drawn import drawn
 from tests.harness.forks import in_a_fork, in_forks
-from tests.harness.fresh import run_fresh
+from tests.harness.fresh import end_of, run_fresh
 from tests.harness.pool import WORKER_IMPORTS
 
 
@@ -118,10 +116,9 @@ def test_leaks_hangs_and_deaths_are_named_too(pool):
 
 def test_an_unpinned_skip_fails_the_session(tmp_path):
     (tmp_path / "test_it.py").write_text("import pytest\n\ndef test_skipped():\n    pytest.skip('no reason')\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout
-    assert "SKIPPED BUT NOT PINNED" in done.stdout
+    command = ["-q", "-p", "tests.conftest", str(tmp_path)]
+    code, words = end_of(f"import pytest; sys.exit(pytest.main({command}))")
+    assert code == 1 and "SKIPPED BUT NOT PINNED" in words, words
 
 
 def runs(pid):
