@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from tests.harness import WorkerPool, fork_server
 from tests.harness.drawn import mark_others_slow
 from tests.harness.police import Police
-from tests.harness.pool import WORKER_IMPORTS
+from tests.harness.pool import EMULATED_IMPORTS, WORKER_IMPORTS
 
 SKIPS = Path(__file__).parent / "skips.txt"
 _pools: dict[tuple[str, int], WorkerPool] = {}
@@ -34,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
+    gc.disable()  # collecting 14,000 tests and what they import makes little garbage, and the collector looks at it all
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """The cells of a test that is slow as a whole, ten thousand, are not made where none of them would run."""
+    slow = inspect.isfunction(obj) and any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ()))
+    return [] if slow and "not slow" in collector.config.option.markexpr.split(" and ") else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
@@ -43,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What collection has made stays to the end: no later pass of the garbage collector has to look at it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """What a file has imported and caches stays too: a pass over it takes seconds, and would copy it in each child."""
+    yield
     gc.collect()
     gc.freeze()
 
@@ -68,7 +86,7 @@ def emulated() -> Iterator[Callable[[int], WorkerPool]]:
     from tests.emulated.build import built
 
     built()
-    yield from _started("tests.emulated.worker", ("tests.emulated.worker",))
+    yield from _started("tests.emulated.worker", EMULATED_IMPORTS)
 
 
 @pytest.fixture
@@ -91,12 +109,16 @@ def without_group() -> None:
         comm.destroy_process_group()
 
 
+def _ranks() -> set[int]:
+    return {pid for pool in _pools.values() for pid in pool.pids}
+
+
 @pytest.fixture(autouse=True)
 def _police() -> Iterator[None]:
     """A test that leaves an environment variable, a thread or a child process behind fails."""
-    police = Police()
+    police = Police(_ranks)
     yield
-    left = police.report(lambda: {pid for pool in _pools.values() for pid in pool.pids} | fork_server.pids())
+    left = police.report(lambda: _ranks() | fork_server.pids())
     if left:
         pytest.fail(f"the test left behind: {left}")
 

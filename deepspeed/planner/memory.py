@@ -230,6 +230,9 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 @contextlib.contextmanager
 def _young_objects() -> Iterator[None]:
     """Restrict garbage collection inside the context to new objects, since imports create about a million others."""
+    if gc.get_freeze_count():  # by the caller, whose objects would be unfrozen too
+        yield
+        return
     gc.freeze()
     try:
         yield

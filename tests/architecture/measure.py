@@ -17,7 +17,7 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tests.architecture.sources import ROOT
+from tests.architecture.sources import ROOT, parsed
 from tests.architecture.test_circles import _imports, _name, circles
 from tests.architecture.test_names import duplicates
 
@@ -69,7 +69,7 @@ def measure(texts: dict[str, str]) -> dict[str, dict[str, float]]:
     """Figures by room, and of all."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for path, text in texts.items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         names = set(top_level(tree))
         room = path.partition("/")[0] if "/" in path else "(top)"
         figures = Counter(
@@ -95,7 +95,7 @@ def measure(texts: dict[str, str]) -> dict[str, dict[str, float]]:
 
 def whole(texts: dict[str, str]) -> dict[str, float]:
     """Figures that no room has alone."""
-    sources = {path: ast.parse(text) for path, text in texts.items()}
+    sources = {path: parsed(text) for path, text in texts.items()}
     named = {_name(path): tree for path, tree in sources.items()}
     graph = {name: _imports(tree, set(named)) - {name} for name, tree in named.items()}
     return {"circles of imports": len(circles(graph)), "class names that stand twice": len(duplicates(sources))}

@@ -10,11 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+parsed = cache(ast.parse)  # by text: some checks have texts of commits too
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
     """Path relative to the package, with `/`, to its tree."""
     package = ROOT / "deepspeed"
-    return {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    return {path.relative_to(package).as_posix(): parsed(path.read_text()) for path in package.rglob("*.py")}
 
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:

@@ -8,7 +8,6 @@ as `stage0`, print their files too.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.architecture.sources import ROOT
+from tests.harness.fresh import run_fresh
 
 UNITS, WIDTH, STEPS = 5, 16, 3
 PARTS = ("forward", "backward", "step", "union")
@@ -104,9 +104,8 @@ def entered(zero: dict[str, Any]) -> Entered:
 def measure() -> dict[str, Entered]:
     """`entered` of each run, in one process of their own."""
     code = "import json; from tests.architecture.test_step_files import *; print(json.dumps(all_entered()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (text,) = run_fresh([code])
+    return json.loads(text.splitlines()[-1])
 
 
 def all_entered() -> dict[str, Entered]:

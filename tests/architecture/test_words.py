@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -19,7 +20,12 @@ def _dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def _names_used(tree: ast.AST) -> list[tuple[int, str]]:
+    return list(_names_of(tree))
+
+
+def _names_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
     owners = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}  # parts of longer names
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

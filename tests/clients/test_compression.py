@@ -15,7 +15,7 @@ CLIENTS = {
     "lightning": runs.by_lightning,
     "peft": runs.by_peft,
 }
-FAST = {("transformers", 3), ("peft", 2), ("lightning", 3)}
+FAST = {("transformers", 3), ("peft", 2)}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ FAST = {
     ("trl-sft", 3, "bf16", 2),
     ("trl-dpo", 3, "fp32", 2),
     ("trl-grpo", 3, "fp32", 2),
-    ("trl-reward", 2, "fp32", 2),
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow, id="-".join(map(str, cell)))

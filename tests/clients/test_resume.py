@@ -9,7 +9,7 @@ import pytest
 
 from tests.clients import resume_runs
 
-FAST = [("peft", 3, "fp32")]
+FAST = [("transformers", 3, "fp32")]
 CELLS = [
     pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow, id="-".join(map(str, cell)))
     for cell in (

@@ -48,7 +48,7 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return out
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_both_sides_lose_the_same(page: Path, losses: Path) -> None:
     first = []

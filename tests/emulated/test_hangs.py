@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.emulated.build import built
 from tests.emulated.needs import need_compiler
-from tests.harness.pool import PATIENCE, free_port
+from tests.harness.fork_server import Forked, servers_of
+from tests.harness.pool import EMULATED_IMPORTS, PATIENCE, free_port
 
 need_compiler()
 
@@ -76,23 +77,25 @@ def ended(script: Path) -> list[tuple[int, str, str]]:
     """Exit code and words of two ranks that run a script under a short limit."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": str(LIMIT_S / 60)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=200 * PATIENCE) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    return [(rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
+    built()
+    program = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    ranks: list[Forked] = []
+    for rank, server in enumerate(servers_of(2, EMULATED_IMPORTS)):
+        env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with written(script, rank, "out").open("wb") as out, written(script, rank, "err").open("wb") as err:
+            ranks.append(server.start(program, env, out.fileno(), err.fileno()))
+    limit = time.monotonic() + 200 * PATIENCE
+    while time.monotonic() < limit and any([rank.poll() is None for rank in ranks]):
+        time.sleep(0.02)
+    for one in ranks:
+        one.kill()
+    texts = [[written(script, rank, kind).read_text() for kind in ("out", "err")] for rank in range(2)]
+    return [(one.wait(), out, err) for one, (out, err) in zip(ranks, texts, strict=True)]
+
+
+def written(script: Path, rank: int, kind: str) -> Path:
+    """Where a rank writes to."""
+    return script.with_suffix(f".{kind}{rank}")
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -252,6 +252,7 @@ def full_disk(folder: str) -> None:
         assert Path(engine.load_checkpoint(folder)[0]).name == "first"
 
 
+@pytest.mark.slow  # the same error at each operation is above; a disk that is really full: test_disk.py
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """On a file system of 2 MiB, which a name space of our own may mount."""
     inside = (

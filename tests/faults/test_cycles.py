@@ -61,10 +61,11 @@ def cycles(stage: int, precision: str) -> list[int]:
     return sizes
 
 
+TWO_RANKS = [pytest.param(stage, 2, marks=pytest.mark.slow) for stage in (0, 2)]
 ONE_RANK = [pytest.param(stage, 1, marks=pytest.mark.slow) for stage in (0, 2, 3)]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [pytest.param(0, 2, marks=pytest.mark.slow), (2, 2), (3, 2), *ONE_RANK])
+@pytest.mark.parametrize(("stage", "ranks"), [*TWO_RANKS, (3, 2), *ONE_RANK])
 def test_twenty_cycles_leave_memory_where_it_was(workers: Any, stage: int, ranks: int) -> None:
     for sizes in workers(ranks).run(cycles, stage, "bf16" if stage == 2 else "fp32", timeout=120):
         assert sizes[-1] <= sizes[1] * (1 + GROWTH), [size >> 10 for size in sizes]

@@ -23,6 +23,8 @@ from deepspeed.native import library
 from deepspeed.ops.aio import queue
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.tensor_file import Disk, Extent
+from tests.harness.fresh import end_of
+from tests.harness.pool import WORKER_IMPORTS
 from tests.unit.comm.ranks import Ended, run_ranks
 
 MB = 2**20
@@ -161,9 +163,9 @@ def test_however_a_run_ends_nothing_is_left(tmp_path, end):
         forgotten = disk.write(extent, values)
         {end}
     """
-    done = subprocess.run([sys.executable, "-c", script(text), str(tmp_path)], capture_output=True, timeout=120)
-    assert os.listdir(tmp_path) == [], done.stderr
-    assert (done.returncode == 0) == (end in ("pass", "disk.close()")), done.stderr
+    code, words = end_of(script(text), str(tmp_path))
+    assert os.listdir(tmp_path) == [], words
+    assert (code == 0) == (end in ("pass", "disk.close()")), words
 
 
 FULL = """
@@ -276,7 +278,7 @@ FAULTS = {
 def trained(folder: Path, fault: str) -> Ended:
     """One rank that trains two steps, meets a fault and trains two more."""
     snippet = TRAIN + textwrap.dedent(FAULTS[fault]) + "\nprint(train(2))"
-    (end,) = run_ranks(snippet, limit=120, NVME=str(folder))
+    (end,) = run_ranks(snippet, limit=120, imported=WORKER_IMPORTS, NVME=str(folder))
     assert not folder.exists() or os.listdir(folder) == []
     return end
 

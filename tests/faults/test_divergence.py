@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import PATIENCE
+from tests.harness.fresh import IMPORTS
+from tests.harness.pool import PATIENCE, WORKER_IMPORTS
 from tests.unit.comm.ranks import Ended, run_ranks
 
 TIMEOUT = 3.0  # seconds of one collective
@@ -65,7 +66,9 @@ def diverge(folder: Path, plant: str, stage: int = 2, world: int = 3, odd: int =
     words = ["train.py", plant, str(stage), native, str(odd)]
     snippet = f"sys.argv = {words!r}\nexec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'))"
     switched = {} if native == "1" else {"DS_NATIVE": native}
-    ends = run_ranks(snippet, world, limit=120 * PATIENCE, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60), **switched)
+    imported = IMPORTS if switched else WORKER_IMPORTS
+    limit, timeout = 120 * PATIENCE, str(TIMEOUT / 60)
+    ends = run_ranks(snippet, world, limit=limit, imported=imported, DEEPSPEED_TIMEOUT=timeout, **switched)
     assert any(end.out for end in ends), f"no rank came to the divergence: {ends[0].err}"
     begun = min(float(end.out.split()[0]) for end in ends if end.out)
     for rank, end in enumerate(ends):

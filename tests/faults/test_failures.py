@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.pool import PATIENCE
+from tests.harness.pool import PATIENCE, WORKER_IMPORTS
 from tests.parallel.tiny import STAGES, WIDTH, adamw, expect_close, loss_of, masters, micro_step, said, start, tiny
 from tests.parity.reference import Reference
 from tests.unit.comm.ranks import run_ranks
@@ -268,14 +268,14 @@ if ENDS == "waits" and rank == 1:
 def test_a_rank_that_ends_serves_those_that_still_gather(ends: str, device: str) -> None:
     model = MODEL.replace("STAGE", f'3, "offload_param": {{"device": "{device}"}}')
     snippet = f"ENDS = {ends!r}\n{model}{SLOWER}"
-    done = run_ranks(snippet, 2, limit=60 * PATIENCE)
+    done = run_ranks(snippet, 2, limit=60 * PATIENCE, imported=WORKER_IMPORTS)
     assert [end.code for end in done] == [0, 0], done
     assert done[1].ended - done[0].ended < MARGIN * PATIENCE, done
 
 
 def test_a_rank_that_ends_does_not_keep_one_in_a_collective_waiting() -> None:
     snippet = f"ENDS = 'waits'\n{MODEL.replace('STAGE', '3')}{SLOWER}"
-    done = run_ranks(snippet, 2, limit=60 * PATIENCE)
+    done = run_ranks(snippet, 2, limit=60 * PATIENCE, imported=WORKER_IMPORTS)
     assert done[0].code == 0 and done[1].code, done
     assert "rank 0: has ended" in done[1].err, done[1].err
     assert done[1].last_word - float(done[1].out) < MARGIN * PATIENCE

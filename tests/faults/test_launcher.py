@@ -185,7 +185,7 @@ def test_the_exit_code_is_that_of_the_first_failing_rank(run):
     assert time.monotonic() - since < STARTED_AND_GONE_WITHIN
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGSEGV", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_and_its_signal_is_explained(run, name):
     launcher, processes = run.start(WAIT_FOREVER)
     since = time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness.pool import PATIENCE
+from tests.harness.pool import PATIENCE, WORKER_IMPORTS
 from tests.unit.comm.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,8 @@ def ready(launcher, ranks=2):
 def test_a_signal_to_one_rank_lets_all_save_on_one_step(tmp_path):
     """Without the launcher; how it hands signals and codes on is in test_launcher.py."""
     snippet = f"os.chdir({str(tmp_path)!r})\n{program()}"
-    first, second = run_ranks(snippet, 2, limit=120 * PATIENCE, SENDS="1", SIGNAL="SIGUSR1")
+    sent = {"SENDS": "1", "SIGNAL": "SIGUSR1"}
+    first, second = run_ranks(snippet, 2, limit=120 * PATIENCE, imported=WORKER_IMPORTS, **sent)
     assert (first.code, second.code) == (85, 85), first.err + second.err
     assert "SIGUSR1: saved to saved; exit code 85" in first.err
     assert len([path for path in (tmp_path / "saved").iterdir() if path.is_dir()]) == 1
@@ -72,7 +73,8 @@ def test_a_signal_to_one_rank_lets_all_save_on_one_step(tmp_path):
 
 def test_without_a_folder_nothing_is_saved_and_the_signal_ends_it(tmp_path):
     snippet = f"os.chdir({str(tmp_path)!r})\n{program(load=False)}"
-    (only,) = run_ranks(snippet, limit=120 * PATIENCE, SENDS="0", SIGNAL="SIGTERM", DS_JOB_ID="here")
+    sent = {"SENDS": "0", "SIGNAL": "SIGTERM", "DS_JOB_ID": "here"}
+    (only,) = run_ranks(snippet, limit=120 * PATIENCE, imported=WORKER_IMPORTS, **sent)
     assert only.code == -signal.SIGTERM, only.err
     assert "SIGTERM, SIGUSR1, SIGHUP: nothing will be saved" in only.err
     assert list(tmp_path.iterdir()) == []

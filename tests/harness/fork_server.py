@@ -1,7 +1,8 @@
-"""Processes that have imported already what takes seconds to import, and fork: one server for each rank.
+"""Processes that have imported already what takes seconds to import, and fork: two servers for all ranks.
 
-A server for each, since Python orders sets by a number that it draws when it starts: ranks have to differ in it, as
-they do in a job, or nobody notices that one iterates over a set.
+Two, since Python orders sets by a number that it draws when it starts: ranks have to differ in it, as they do in a job,
+or nobody notices that one iterates over a set. Ranks 0 and 3 share one, and ranks 1 and 2: in a mesh of two by two, any
+two that form a group differ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MOST = 1 << 20  # bytes of a request
 # it leaves no name in `__main__`, which is the child's own
 MAIN = "exec(__import__('tests.harness.fork_server', fromlist=['serve']).serve({number}, {modules}))"
-_servers: dict[tuple[tuple[str, ...], int], ForkServer] = {}  # by modules and rank
+_servers: dict[tuple[tuple[str, ...], int], ForkServer] = {}  # by modules, and 0 or 1
 
 
 class Forked:
@@ -103,8 +104,8 @@ class ForkServer:
 
 
 def servers_of(ranks: int, modules: Sequence[str]) -> list[ForkServer]:
-    """Those of so many ranks, once all have imported; they are started when they are first asked for, and stay."""
-    keys = [(tuple(modules), rank) for rank in range(ranks)]
+    """The one of each rank, once all have imported; they are started when they are first asked for, and stay."""
+    keys = [(tuple(modules), (rank ^ rank >> 1) & 1) for rank in range(ranks)]
     for key in keys:
         if key not in _servers:
             _servers[key] = ForkServer(modules)

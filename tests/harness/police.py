@@ -24,10 +24,13 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SET_BY_OTHERS}
 
 
-def _living_children() -> set[int]:
+def _living_children(apart: set[int]) -> set[int]:
     """As the kernel lists them, in a hundredth of the time in which psutil asks every process for its parent.
 
     The list may miss some while others end, so it is read twice.
+
+    Args:
+        apart: below these it does not look; a rank of a pool has a dozen threads, and a list of children for each.
     """
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         return {child.pid for child in psutil.Process().children(recursive=True) if _lives(child.pid)}
@@ -36,7 +39,7 @@ def _living_children() -> set[int]:
         left = [os.getpid()]
         while left:
             children = _listed(left.pop())
-            left += children
+            left += [child for child in children if child not in apart]
             found.update(children)
     return {pid for pid in found if _lives(pid)}
 
@@ -59,10 +62,15 @@ def _lives(pid: int) -> bool:
 class Police:
     """The state of this process at one moment, to be compared with a later one."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Callable[[], set[int]] = set) -> None:
+        """
+        Args:
+            apart: ids of processes that have police of their own, asked for at each look.
+        """
+        self._apart = apart
         self._environment = _environment()
         self._threads = set(threading.enumerate())
-        self._children = _living_children()
+        self._children = _living_children(apart())
 
     def report(self, allowed_children: Callable[[], set[int]] = set) -> str:
         """What is there now and was not before, in words; empty when nothing is.
@@ -86,5 +94,6 @@ class Police:
         # Autograd's threads for devices last, and are known to Python since they ran a hook.
         ours = [t for t in threads if t.name not in LASTING and not isinstance(t, threading._DummyThread)]
         found += [f"thread {t.name}" for t in ours if t.is_alive()]
-        found += [f"child process {pid}" for pid in sorted(_living_children() - self._children - allowed_children)]
+        children = _living_children(self._apart()) - self._children - allowed_children
+        found += [f"child process {pid}" for pid in sorted(children)]
         return found

@@ -19,8 +19,10 @@ from tests.harness.fork_server import Forked, ForkServer, servers_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
-# What most tests on ranks use of others' packages is there when they start.
-WORKER_IMPORTS = ("tests.harness.worker", "transformers.models.llama.modeling_llama")
+# What most tests on ranks import is there when they start: an engine's modules alone take 1.6 s of each rank.
+ENGINE_IMPORTS = ("transformers.models.llama.modeling_llama", "deepspeed.engine.initialize")
+WORKER_IMPORTS = ("tests.harness.worker", *ENGINE_IMPORTS)
+EMULATED_IMPORTS = ("tests.emulated.worker", *ENGINE_IMPORTS)
 LOG_TAIL = 4000  # characters of a rank's log shown with a failure
 
 

@@ -35,7 +35,7 @@ def answer(request: bytes) -> tuple[bool, Any]:
         finally:
             logger.setLevel(level)  # clients set it
         gc.collect()
-        if len(sys.modules) > modules:
+        if len(sys.modules) > modules or not gc.get_freeze_count():
             while gc.collect():  # tensors that C++ holds are let go layer by layer; nothing of them is to be kept
                 pass
             gc.freeze()  # what importing makes stays: looking through it after every request took most of the time

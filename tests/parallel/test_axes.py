@@ -30,6 +30,7 @@ from deepspeed.comm.shared_memory.doorbell import groups
 from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.native import library
+from tests.harness.pool import WORKER_IMPORTS
 from tests.parallel.tiny import micro_step, raises, start
 from tests.unit.comm.ranks import run_ranks
 
@@ -309,6 +310,6 @@ ENDING = """
 
 @pytest.mark.parametrize("how", ["left open", pytest.param("destroyed", marks=pytest.mark.slow)])
 def test_a_process_ends_whatever_it_holds(how: str) -> None:
-    ends = run_ranks(f"HOW = {how!r}\n" + textwrap.dedent(ENDING), 2, limit=180)
+    ends = run_ranks(f"HOW = {how!r}\n" + textwrap.dedent(ENDING), 2, limit=180, imported=WORKER_IMPORTS)
     assert [(end.code, end.out) for end in ends] == [(0, "True\n")] * 2, [end.err for end in ends]
     assert not any("Traceback" in end.err or "terminate" in end.err for end in ends), [end.err for end in ends]

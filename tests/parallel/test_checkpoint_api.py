@@ -124,6 +124,7 @@ torch.save(model.state_dict(), sys.argv[2])
 """
 
 
+@pytest.mark.slow  # exports have every bit above; that Transformers opens one: test_compression_handover.py
 def test_an_export_opens_with_from_pretrained(workers: Any, tmp_path: Path) -> None:
     state, _ = workers(2).run(hugging_face, str(tmp_path / "saved"), timeout=60)
     assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "hf"), "--dtype", "bf16"]) == 0

@@ -44,7 +44,7 @@ def go_on(folder: str, stage: int, precision: str) -> tuple[list[float], dict[st
         return losses, client, engine.global_steps
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cell", CELLS)
 def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:

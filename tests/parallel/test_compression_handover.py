@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,7 +67,7 @@ def test_teachers_under_their_own_sharding(workers: Any) -> None:
     workers(2).run(teachers, timeout=240)
 
 
-def exports(folder: str) -> None:
+def exports(folder: str, weights: str) -> None:
     from transformers import AutoModelForCausalLM
 
     section = settings(3, True)
@@ -76,7 +77,6 @@ def exports(folder: str) -> None:
         with torch.no_grad():
             expected = engine.eval()(input_ids=batch(0)).logits
         assert Path(folder, "when_due", "config.json").exists()
-        weights = "int8" if importlib.util.find_spec("compressed_tensors") else "float"  # an optional dependency
         report = engine.export_compressed(f"{folder}/again", weights=weights)
         assert (report is not None) == (dist.get_rank() == 0)
     dist.barrier()
@@ -86,8 +86,13 @@ def exports(folder: str) -> None:
         assert torch.allclose(loaded(input_ids=batch(0)).logits, expected, atol=1e-5)
 
 
-def test_the_exported_folder_is_the_engine(workers: Any, tmp_path: Path) -> None:
-    workers(2).run(exports, str(tmp_path), timeout=240)
+# what int8 needs is an optional dependency, which takes long to import
+INT8 = "int8" if importlib.util.find_spec("compressed_tensors") else "float"
+
+
+@pytest.mark.parametrize("weights", ["float", pytest.param(INT8, marks=pytest.mark.slow, id="int8")])
+def test_the_exported_folder_is_the_engine(workers: Any, tmp_path: Path, weights: str) -> None:
+    workers(2).run(exports, str(tmp_path), weights, timeout=240)
 
 
 def both_ways() -> None:
@@ -112,5 +117,6 @@ def both_ways() -> None:
         assert torch.allclose(cleaned[name], value, atol=1e-5), name
 
 
+@pytest.mark.slow  # removed is masked: test_compression_removal.py; old calls remove: unit/compression/test_calls.py
 def test_the_old_calls_give_the_same_small_model(workers: Any) -> None:
     workers(2).run(both_ways, timeout=240)

@@ -130,7 +130,7 @@ def test_influence_picks_layers(workers: Any) -> None:
     workers(2).run(influence_is_that_of_all_ranks, timeout=120)
 
 
-def resumes(folder: str, stage: int) -> None:
+def resumes(folder: str, stage: int, places: tuple[int, ...]) -> None:
     """Saved before, just before and after layers left; loaded at another stage, and by the dense class alone."""
     block = settings(stage, keep_number_layer=2)
     with engine_of(block, llama(num_hidden_layers=4)) as engine:
@@ -139,7 +139,7 @@ def resumes(folder: str, stage: int) -> None:
             losses += train(engine, range(step, step + 1))
             engine.save_checkpoint(folder, tag=f"after{step + 1}")
         expected = state_of(engine)
-    for saved in (1, CUT - 1, CUT, CUT + 1):
+    for saved in places:
         with engine_of(settings(3 - stage, keep_number_layer=2), llama(num_hidden_layers=4)) as engine:
             engine.load_checkpoint(folder, tag=f"after{saved}")
             again = train(engine, range(saved, STEPS))
@@ -157,9 +157,12 @@ def resumes(folder: str, stage: int) -> None:
         assert len(engine.module.model.layers) == 2
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_resume(workers: Any, stage: int, tmp_path: Path) -> None:
-    workers(2).run(resumes, str(tmp_path), stage, timeout=240)
+@pytest.mark.parametrize(
+    ("stage", "places"),
+    [(3, (CUT - 1, CUT)), *(pytest.param(z, (1, CUT - 1, CUT, CUT + 1), marks=pytest.mark.slow) for z in (0, 3))],
+)
+def test_resume(workers: Any, stage: int, places: tuple[int, ...], tmp_path: Path) -> None:
+    workers(2).run(resumes, str(tmp_path), stage, places, timeout=240)
 
 
 def with_everything_else(stage: int, folder: str) -> None:

@@ -122,7 +122,7 @@ def test_removed_is_masked_in_other_tiers_and_precisions(workers: Any, stage: in
     workers(2).run(removed_like_masked, stage, tier, precision, timeout=120)
 
 
-def resumes(folder: str, stage: int) -> None:
+def resumes(folder: str, stage: int, places: tuple[int, ...]) -> None:
     """Saved before, between and after the removals; loaded by a process that has the dense class alone."""
     with engine_of(settings(stage, physical=True)) as engine:
         losses = []
@@ -130,7 +130,7 @@ def resumes(folder: str, stage: int) -> None:
             losses += train(engine, range(step, step + 1))
             engine.save_checkpoint(folder, tag=f"after{step + 1}")
         expected = state_of(engine)
-    for saved in (1, FFN, HEADS, HEADS + 1):
+    for saved in places:
         other = 3 - stage  # any stage, on the same ranks
         with engine_of(settings(other, physical=True)) as engine:
             engine.load_checkpoint(folder, tag=f"after{saved}")
@@ -145,6 +145,9 @@ def resumes(folder: str, stage: int) -> None:
         assert engine.module.config.intermediate_size == 12
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_resume(workers: Any, stage: int, tmp_path: Path) -> None:
-    workers(2).run(resumes, str(tmp_path), stage, timeout=240)
+@pytest.mark.parametrize(
+    ("stage", "places"),
+    [(3, (FFN, HEADS)), *(pytest.param(z, (1, FFN, HEADS, HEADS + 1), marks=pytest.mark.slow) for z in (0, 3))],
+)
+def test_resume(workers: Any, stage: int, places: tuple[int, ...], tmp_path: Path) -> None:
+    workers(2).run(resumes, str(tmp_path), stage, places, timeout=240)

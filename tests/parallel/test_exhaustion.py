@@ -22,7 +22,6 @@ from tests.parallel.exhaustion_plants import (
 )
 
 Workers = Callable[[int], WorkerPool]
-_FAST = "one picture a rank"
 _APART = 8  # MiB: by how much runs map more or less than others, as their threads come
 
 
@@ -48,9 +47,8 @@ def said_by(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]
     return said
 
 
-@pytest.mark.parametrize("name", [_FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in PLANTS if n != _FAST)])
-def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_path: Path, name: str) -> None:
-    plant, folder = PLANTS[name], str(tmp_path)
+def named(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]:
+    """What ranks say, which is right."""
     said = said_by(workers, plant, folder)
     for report in said:
         assert report["category"] == plant.category, said
@@ -59,6 +57,18 @@ def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_pat
         assert not report["resumed"], said
     if plant.alone is not None:
         assert [report["rank"] for report in said] == [plant.alone], said
+    return said
+
+
+def test_the_category_is_named(workers: Workers, tmp_path: Path) -> None:
+    named(workers, PLANTS["one picture a rank"], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_path: Path, name: str) -> None:
+    plant, folder = PLANTS[name], str(tmp_path)
+    said = named(workers, plant, folder)
     # In processes without the holes of the first run, as a user would.
     left = workers(plant.ranks).run(run_limited, plant, said[0]["suggestion"], folder, timeout=60)
     print(f"{name}: {plant.category}, {said[0]['suggestion']}, {left} MiB were left")

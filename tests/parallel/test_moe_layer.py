@@ -173,7 +173,7 @@ def trains(
     return apart
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("stage", "world", "sizes"),
     [

@@ -174,7 +174,7 @@ def several(cells: list[tuple[str, bool, int, int]], folder: str) -> None:
 
 
 def test_they_are_born_sharded_and_resume(workers: Any, tmp_path: Path) -> None:
-    kinds = ("weight_norm", "spectral_norm", "orthogonal", "old weight_norm", "two originals", "removed weight_norm")
+    kinds = ("spectral_norm", "old weight_norm", "two originals", "removed weight_norm")
     workers(2).run(several, [(how, True, 3, 3) for how in kinds], str(tmp_path), timeout=90)
 
 

@@ -12,7 +12,7 @@ from tests.parallel.pipeline_programs import run_programs
 @pytest.mark.parametrize(
     ("ranks", "first", "count"),
     [
-        (2, 0, 30),
+        (2, 0, 15),
         *(pytest.param(ranks, 1000 * ranks, 200 if ranks < 4 else 100, marks=pytest.mark.slow) for ranks in (2, 3, 4)),
     ],
 )

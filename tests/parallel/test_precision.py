@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -213,11 +214,11 @@ def rounded_mean(dtype: torch.dtype, steps: tuple[int, ...] = (0,), once: bool =
     return twin.parameters()
 
 
-def on_the_wire() -> None:
+def on_the_wire(stages: tuple[int, ...]) -> None:
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         with start(1, precision=precision) as engine:
             assert engine.communication_data_type == dtype
-    for stage in STAGES:
+    for stage in stages:
         for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
             with start(stage, communication_data_type=word) as engine:
                 assert engine.communication_data_type == dtype
@@ -237,8 +238,9 @@ def on_the_wire() -> None:
                     expect_close(masters(engine), twin.parameters(), bar, at=(stage, extra, precision))
 
 
-def test_dtypes_and_factors_on_the_wire(workers: Any) -> None:
-    workers(RANKS).run(on_the_wire)
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_dtypes_and_factors_on_the_wire(workers: Any, stages: tuple[int, ...]) -> None:
+    workers(RANKS).run(on_the_wire, stages)
 
 
 def accumulators() -> None:

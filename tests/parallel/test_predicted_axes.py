@@ -50,9 +50,10 @@ def test_what_is_predicted_of_a_mesh_is_what_lives(workers: Workers, cell: tuple
     }
     if comm.is_initialized():  # an earlier test's: a prediction makes a world of its own
         comm.destroy_process_group()
-    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in (0, ranks - 1)]
+    ends = (0, ranks - 1) if cell is not CELLS[0] else (ranks - 1,)  # a prediction takes as long as the run
+    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in ends]
     real = workers(ranks).run(measured, name, config, timeout=200)
-    for told, found in zip(predicted, (real[0], real[-1]), strict=True):
+    for told, found in zip(predicted, (real[rank] for rank in ends), strict=True):
         print(f"{told.peak / found.peak - 1:+.3%} of {found.peak}, {told.at_peak} for {found.at_peak}")
         print(f"birth {told.birth / found.birth - 1:+.3%} of {found.birth}, at rest {told.at_rest} for {found.at_rest}")
         assert told.peak == pytest.approx(found.peak, rel=0.02)

@@ -109,6 +109,7 @@ def test_what_is_predicted_of_a_stage_is_what_lives(workers: Workers, cell: tupl
                     assert mine.get(category, 0) == pytest.approx(count, rel=0.05), category
 
 
+@pytest.mark.slow  # what is cut by what: tests/unit/pipe
 def test_a_cut_by_time_is_one_by_operations_where_nothing_takes_any() -> None:
     """Five equal layers: the same cut each time, and as even as can be."""
     config, layer = config_of(0, "fp32", {"accumulation": 2}, ""), sum(p.numel() for p in Feed().parameters())

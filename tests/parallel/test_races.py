@@ -74,7 +74,7 @@ def expected_marks(stage: int) -> set[str]:
     )
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "seeds", [range(FEW), pytest.param(range(FEW, SCHEDULES), marks=pytest.mark.slow)], ids=["few", "rest"]
 )

@@ -123,9 +123,9 @@ def try_calls(calls: list[Call], kind: Kind) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.fixture(scope="module", params=[20, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def calls(request: Any, workers: Any) -> tuple[set[str], list[list[Call]]]:
-    """Names that were tried (every tenth function, or all), and the calls that were found for them."""
+    """Names that were tried (every twentieth function, or all), and the calls that were found for them."""
     (found,) = workers(1).run(find_calls, request.param, timeout=240)
     return set(list(public_functions())[:: request.param]), found
 

@@ -43,11 +43,11 @@ def test_a_written_plan_is_the_found_one(tmp_path: Path, family: str) -> None:
 
 
 def trained(path: str, stage: int, verify: str) -> None:
-    """By the key of the JSON alone, under data parallelism too."""
+    """By the key of the JSON alone, on four ranks under data parallelism too."""
     import deepspeed
 
     model = model_of("Llama")
-    dense = Dense(model, momentum, 2)
+    dense = Dense(model, momentum, torch.distributed.get_world_size() // 2)
     config = config_of(stage, 2, tensor_parallel={"plan_file": path, "verify": verify})
     with said() as lines:
         engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
@@ -63,8 +63,10 @@ def trained(path: str, stage: int, verify: str) -> None:
             assert window[0] <= 2e-6 and max(window[1:]) <= 5e-6, window
 
 
-@pytest.mark.parametrize("verify", ["units", pytest.param("off", marks=pytest.mark.slow)])
-def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, verify: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "verify"), [(2, "units"), *(pytest.param(4, how, marks=pytest.mark.slow) for how in ("units", "off"))]
+)
+def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, ranks: int, verify: str) -> None:
     path = tmp_path / "plan.json"
     write_plan(path, model_of("Llama"), 2)
     plan = json.loads(path.read_text())
@@ -74,7 +76,7 @@ def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, verify: str) -
     read = read_plan(path, model_of("Llama"), 2, 0)
     assert sorted(set(read.whole.values())) == ["its author wants it so", "the plan file leaves it whole"]
     assert len(read.whole) == 6 and 0.5 < read.part() < 1
-    workers(4).run(trained, str(path), 3, verify, timeout=60)
+    workers(ranks).run(trained, str(path), 3, verify, timeout=60)
 
 
 def test_equal_names_with_other_shares_stand_apart(tmp_path: Path) -> None:

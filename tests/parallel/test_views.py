@@ -175,7 +175,7 @@ def check_programs(workers: Any, numbers: list[int], folder: Path, timeout: floa
 
 
 def test_random_programs_over_views(workers: Any, tmp_path: Path) -> None:
-    check_programs(workers, [*range(18), 538], tmp_path, 180)  # 538: a write that is refused, then destroy()
+    check_programs(workers, [*range(9), 538], tmp_path, 180)  # 538: a write that is refused, then destroy()
 
 
 @pytest.mark.slow

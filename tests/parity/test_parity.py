@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.cells import TIERS, Cell, Record, reference, run_cell
+from tests.parity.cells import FEWER, STEPS, TIERS, Cell, Record, reference, run_cell
 from tests.parity.reference import DTYPES, distance, largest_difference, largest_entry
 
 STAGES = (0, 1, 2, 3)
@@ -39,10 +39,10 @@ def representatives() -> list[Cell]:
     return [*cells, Cell(3, 2, "bf16", 3, sharded=False)]
 
 
-def faults_found(cell: Cell, records: list[Record]) -> list[str]:
+def faults_found(cell: Cell, records: list[Record], steps: int = STEPS) -> list[str]:
     """The bars of the table that a cell misses, in words."""
     found = []
-    for rank, (record, wanted) in enumerate(zip(records, reference(cell), strict=True)):
+    for rank, (record, wanted) in enumerate(zip(records, reference(cell, steps), strict=True)):
         measured = _exact(cell, record, wanted) if cell.precision == "fp32" else _low(record, wanted)
         measured["published"] = (published_error(cell, record), 0.0)
         measured["skipped steps"] = (abs(record.skipped - wanted.skipped), 0)
@@ -95,7 +95,7 @@ def inspects(cell: Cell) -> bool:
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("cell", representatives(), ids=str)
 def test_same_numbers(workers: Any, cell: Cell) -> None:
-    assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
+    assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, FEWER, inspects(cell)), FEWER)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def offloaded() -> list[Cell]:
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("cell", offloaded(), ids=str)
 def test_same_numbers_offloaded(workers: Any, cell: Cell) -> None:
-    assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
+    assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, FEWER, inspects(cell)), FEWER)
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def publish_nothing(patch: pytest.MonkeyPatch) -> None:
 def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return run_cell(cell)
+        return run_cell(cell, FEWER)
 
 
 FAULTS = [(sum_instead_of_mean, "fp32"), (drop_one_bucket, "fp32"), (publish_nothing, "bf16")]
@@ -213,5 +213,5 @@ FAULTS = [(sum_instead_of_mean, "fp32"), (drop_one_bucket, "fp32"), (publish_not
 @pytest.mark.parametrize(("fault", "precision"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_planted_faults_miss_the_bars(workers: Any, fault: Any, precision: str, stage: int) -> None:
     cell = Cell(stage, 2, precision, 1, bucket=2000)
-    assert not faults_found(cell, workers(2).run(run_cell, cell))
-    assert faults_found(cell, workers(2).run(run_with, fault, cell))
+    assert not faults_found(cell, workers(2).run(run_cell, cell, FEWER), FEWER)
+    assert faults_found(cell, workers(2).run(run_with, fault, cell), FEWER)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import psutil
 import pytest
 import torch
@@ -19,6 +16,7 @@ from deepspeed.accelerator.cpu import CpuAccelerator
 from deepspeed.accelerator.cuda import CudaAccelerator
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.ops.op_builder import CPUAdamBuilder
+from tests.harness.fresh import run_fresh
 
 METHODS = """
 device_name device set_device current_device current_device_name device_count synchronize random set_rng_state
@@ -152,6 +150,4 @@ def test_builders_are_had_by_name():
 
 def test_choosing_creates_no_cuda_context():
     imports = "import torch; from deepspeed.accelerator import get_accelerator"
-    code = f"{imports}; get_accelerator(); print(torch.cuda.is_initialized())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert run_fresh([f"{imports}; get_accelerator(); print(torch.cuda.is_initialized())"]) == ["False\n"]

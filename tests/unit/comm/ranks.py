@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness.fork_server import ForkServer, servers_of
+from tests.harness.fresh import IMPORTS
 from tests.harness.pool import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -70,7 +71,7 @@ def run_ranks(
     world: int = 1,
     env: Callable[[int, int, int], Mapping[str, str]] = torchrun,
     limit: float = 60.0,
-    imported: Sequence[str] = ("torch",),
+    imported: Sequence[str] = IMPORTS,
     **extra: str,
 ) -> list[Ended]:
     """Run `snippet` on `world` ranks.

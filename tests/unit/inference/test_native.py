@@ -207,7 +207,8 @@ def test_logits_do_not_depend_on_the_batch(make, dtype) -> None:
         quantize_linears(model, 8, 1, torch.float32)
     else:
         model = model.to(dtype)
-    all_ways(model, 32, 60, 6, 300)
+    every = (make, dtype) == (llama, torch.bfloat16)
+    all_ways(model, 32, 60, 6, 300, () if every else ("32 at once", "chunks", "guesses", "preempted"))
 
 
 @pytest.fixture(scope="module")

@@ -200,6 +200,7 @@ def test_what_is_not_judged_is_named() -> None:
     assert any("= 5, 6, 10" in line or "10" in line for line in unjudged(replace(MACHINE, ranks=60)))
 
 
+@pytest.mark.slow  # the command answers: test_plans.py; the engine reads a plan's keys: above
 def test_the_answer_carries_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A machine with too little memory for the whole model and its state on one rank, and costly messages of state."""
     machine, output, config = tmp_path / "machine.json", tmp_path / "plan.json", tmp_path / "ds.json"

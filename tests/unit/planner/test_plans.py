@@ -147,7 +147,7 @@ def test_narrow_buckets_bring_plans_back_where_the_usual_ones_do_not_fit() -> No
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:

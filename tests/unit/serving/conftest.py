@@ -18,6 +18,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    arguments = ("--served-model-name", "tiny", "--max-sequences", "8", "--max-waiting", "24", "--grace", "10")
+    arguments = ("--served-model-name", "tiny", "--max-sequences", "8", "--max-waiting", "24", "--grace", "4")
     with serving(folder, log, *arguments) as made:
         yield made
