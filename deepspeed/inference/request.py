@@ -15,16 +15,44 @@ from deepspeed.inference.sampling_params import SamplingParams
 
 DEFAULT_NEW = 20  # new tokens of Transformers' `generate` without a length
 CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence length
+# Rotary types whose factor makes the original length longer, and those with which the config states the longer length.
+LONGER, LONG = ("linear", "dynamic", "yarn"), ("llama3", "longrope")
+
+
+def _stated_length(config: Any) -> int | None:
+    lengths = (getattr(config, name, None) for name in LENGTH_KEYS)
+    return next((length for length in lengths if isinstance(length, int) and length > 1), None)
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a config: one entry, or one per kind of layer."""
+    ropes = getattr(config, "rope_parameters", None)
+    if not isinstance(ropes, dict):
+        return []
+    parts = [part for part in ropes.values() if isinstance(part, dict)]
+    return parts or [ropes]
+
+
+def _reach(rotation: dict[str, Any], stated: int) -> int:
+    """Return the positions that a rotation covers, for the length that the config states."""
+    factor, original = rotation.get("factor"), rotation.get("original_max_position_embeddings") or stated
+    if not isinstance(factor, (int, float)) or not factor > 1 or rotation.get("rope_type") not in (*LONGER, *LONG):
+        return stated
+    longer = max(stated, int(original * factor))
+    return longer if rotation["rope_type"] in LONGER or original >= stated else stated
 
 
 def length_limit(model: nn.Module) -> int | None:
-    """Return the limit of the model's config on prompt and new tokens together; None if it has no limit."""
+    """Return the limit of the model on prompt and new tokens together; None if it has no limit.
+
+    It is the length in the config, times the factor of its rotary scaling if that length is the one before scaling. If
+    kinds of layers rotate in different ways, the shortest counts.
+    """
     config = text_config(model, decoder=True)
-    for name in LENGTH_KEYS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 1:
-            return value
-    return None
+    stated = _stated_length(config)
+    if stated is None:
+        return None
+    return min([_reach(rotation, stated) for rotation in _rotations(config)], default=stated)
 
 
 def packed_limit(model: nn.Module) -> int | None:
@@ -33,13 +61,9 @@ def packed_limit(model: nn.Module) -> int | None:
     Beyond this length, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
     """
     config = text_config(model, decoder=True)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))] if isinstance(ropes, dict) else []
-    limits = []
-    for part in parts:
-        if part.get("rope_type") in CHANGING:
-            limits.append(part.get("original_max_position_embeddings") or length_limit(model) or 0)
-    return min(limits) if limits else None
+    changing = [rotation for rotation in _rotations(config) if rotation.get("rope_type") in CHANGING]
+    stated = _stated_length(config) or 0
+    return min([part.get("original_max_position_embeddings") or stated for part in changing], default=None)
 
 
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:

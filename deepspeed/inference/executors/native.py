@@ -381,6 +381,7 @@ class FusedExecutor:
         most = max(end, 2 * have, TABLE)
         most = min(most, max(end, self._furthest)) if self._furthest else most  # longer ones would change all rotations
         tables = [[self._cosines], [self._sines]] if have else [[], []]
+        rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))  # undoes what a longer text has changed
         for start in range(have, most, TABLE):
             positions = torch.arange(start, min(start + TABLE, most))[None]
             for parts, rotations in zip(tables, rotary(torch.zeros(1), positions), strict=True):
