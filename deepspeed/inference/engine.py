@@ -404,6 +404,8 @@ class NativeGenerate:
         own = self._model.generation_config
         ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
         ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+        size = self._generator.vocabulary  # configs of small models may name end tokens of the original's vocabulary
+        ends = tuple(end for end in ends if end >= 0 and (size is None or end < size))
         least = self._argument("min_new_tokens", kwargs) or 0
         new = new_tokens(ids.shape[1], kwargs, own, length_limit(self._model))
         sampling = SamplingParams(max_new_tokens=new, min_new_tokens=least, ignore_eos=True, stop_token_ids=ends)

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import nn
 
-from deepspeed.errors import RequestError, UsageError
+from deepspeed.errors import LengthError, RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.transformers_model import vocabulary_size
@@ -247,7 +247,7 @@ class Generator:
         if max_length is not None and (max_length < 2 or (own is not None and max_length > own)):
             raise RequestError(f"max_length {max_length} has to be from 2 to the model's own limit of {own} tokens")
         self.limit = own if max_length is None else max_length
-        self._vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
+        self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = self._end_tokens(model)
         self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
@@ -299,8 +299,9 @@ class Generator:
         """Queue a request; later calls of `step` return its tokens.
 
         Raises:
-            RequestError: prompt and answer exceed the limit of the generator or of the cache, the prompt is empty,
-                tokens are outside of the vocabulary, the ident is in use, or stop strings have no tokenizer.
+            RequestError: the prompt is empty, a token of the prompt or of the options is outside of the vocabulary, the
+                ident is in use, or stop strings have no tokenizer.
+            LengthError: prompt and answer exceed the limit of the generator or of the cache; also a RequestError.
             UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
@@ -312,11 +313,13 @@ class Generator:
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
             if not alone and not self._scheduler.fits(length):
                 room = self.pages.count * self.pages.size
-                raise RequestError(
+                raise LengthError(
                     f"prompt and new tokens are {length}, over the {room} tokens that the cache has room for; raise "
                     "cache_bytes or ask for fewer"
                 )
-            stream = TextStream(self.tokenizer, sampling.stop) if sampling.stop else None
+            stream = None
+            if sampling.stop:
+                stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
             sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
             self._arrivals += 1
             self._live[request.ident] = sequence
@@ -446,14 +449,18 @@ class Generator:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         if self.limit is not None and len(tokens) + new > self.limit:
-            raise RequestError(
+            raise LengthError(
                 f"a prompt of {len(tokens)} tokens and {new} new ones are {len(tokens) + new}, over the limit of "
                 f"{self.limit} tokens; shorten the prompt or ask for fewer"
             )
         for token in tokens:
             whole = isinstance(token, int) and not isinstance(token, bool)
-            if not whole or token < 0 or (self._vocabulary is not None and token >= self._vocabulary):
-                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self._vocabulary}")
+            if not whole or token < 0 or (self.vocabulary is not None and token >= self.vocabulary):
+                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self.vocabulary}")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(request.sampling, name) if self.vocabulary is not None else ():
+                if token >= self.vocabulary:
+                    raise RequestError(f"{token} in {name} is no token of a vocabulary of {self.vocabulary}")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
 

@@ -21,7 +21,7 @@ class SamplingParams:
 
     Args:
         max_new_tokens: maximum number of new tokens.
-        min_new_tokens: minimum number of new tokens before an end token.
+        min_new_tokens: minimum number of new tokens before an end token or the end of a stop string.
         temperature: divisor of the logits; 0 is greedy.
         top_k: sample from the k most probable tokens; 0 is off.
         top_p: sample from the smallest set of most probable tokens with a total of p; 1 is off.
