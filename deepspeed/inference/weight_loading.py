@@ -30,6 +30,9 @@ from deepspeed.inference.quantization.compressed_tensors import unpacked_from
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+_SHARD = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.safetensors|\.bin)")  # of several files, whose index may be lost
+# Parts of names by wrappers: torch.compile, FSDP, activation checkpointing; and DDP's, at the beginning.
+_WRAPPERS, _OUTERMOST = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."), "module."
 Named = Iterator[tuple[str, torch.Tensor]]  # the tensors have no other owner
 _BYTES_PER_READ = 1 << 26
 _DTYPES = {
@@ -59,10 +62,13 @@ def load_checkpoint(
         NotAvailableError: the files contain slices of single ranks, or an unsupported packed format.
     """
     tensors = unpacked_from(module, _tensors(checkpoint, Path(base_dir or ".")), dtype, device)
-    left, strange = _fill(module, tensors, dtype, device)
+    left, strange, untied = _fill(module, tensors, dtype, device)
     tie = getattr(module, "tie_weights", None)
-    if callable(tie):
+    if callable(tie) and not untied:
         tie()
+    elif untied:
+        text = "checkpoint: {} of the model is tied by its config, but has another value there: it stays untied"
+        log_rank0(text.format(", ".join(untied)), logging.WARNING)
     filled = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n not in left}
     lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
     if lost:
@@ -156,10 +162,21 @@ def _of_folder(folder: Path) -> Named:
     for whole in _WHOLE:
         if (folder / whole).is_file():
             return _of_files([folder / whole])
+    if shards := _shards(folder):
+        return _of_files(shards)
     if (folder / SAVED).is_file():
         return _tensors(str(folder / SAVED), Path("."))
     state = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
     return ((name, lazy.contiguous().clone()) for name, lazy in state.items())
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return all files of a model in several files, from the name of the first one; [] if there is none."""
+    for path in sorted(folder.iterdir()):
+        parts = _SHARD.fullmatch(path.name)
+        if parts is not None:
+            return [folder / f"{parts[1]}{n + 1:05}{parts[3]}{parts[4]}{parts[5]}" for n in range(int(parts[4]))]
+    return []
 
 
 def _of_files(paths: list[Path]) -> Named:
@@ -204,41 +221,70 @@ def _of_safetensors(path: Path) -> Named:
             yield name, tensor
 
 
-def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
-    """Set a model's tensors by name; return missing and unexpected names. CheckpointError if shape or dtype differ."""
+def _spellings(stored: str, prefix: str) -> tuple[str, ...]:
+    """Return the names that a stored tensor may have in a model with the base model `prefix`."""
+    bare = _WRAPPERS.sub("", stored)
+    while bare.startswith(_OUTERMOST):
+        bare = bare.removeprefix(_OUTERMOST)
+    # Files of a bare model lack the model's prefix; files of a whole model may have it.
+    return stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}."), bare, f"{prefix}.{bare}"
+
+
+def _fill(
+    module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device
+) -> tuple[set[str], list[str], list[str]]:
+    """Set a model's tensors by name. CheckpointError if shape or dtype differ.
+
+    Returns:
+        Names that are missing, unexpected names, and tied names whose stored values differ; these are not tied now.
+    """
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    names_of: dict[int, list[str]] = {}
+    for name, target in own.items():
+        names_of.setdefault(id(target), []).append(name)
     buffers = dict(module.named_buffers())
     prefix = getattr(module, "base_model_prefix", "")
-    left, strange = {*own, *buffers}, list[str]()
+    left, strange, untied = {*own, *buffers}, list[str](), list[str]()
+    firsts: dict[int, torch.Tensor] = {}  # first values of tied parameters
     for stored, value in tensors:
-        # Files of a bare model lack the model's prefix; files of a whole model may have it.
-        spellings = (stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}."), stored.removeprefix("module."))
-        name = next((name for name in spellings if name in own or name in buffers), stored)
+        name = next((name for name in _spellings(stored, prefix) if name in own or name in buffers), stored)
         target = own.get(name, buffers.get(name))
         if target is None:
             strange.append(stored)
             continue
-        if target.shape != value.shape:
-            raise CheckpointError(
-                f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
-            )
-        castable = value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
-        if name in own and value.dtype != target.dtype and not castable:
-            raise CheckpointError(
-                f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
-                "floats mean nothing without their scales; give a file of whole weights"
-            )
+        _check_fit(name, target, value, name in own)
         value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype)
-        home, _, last = name.rpartition(".")
-        owner = module.get_submodule(home)
-        if name in own and target.is_meta:
-            setattr(owner, last, nn.Parameter(value, requires_grad=target.requires_grad))
+        names = names_of.get(id(target), [name])
+        first = firsts.setdefault(id(target), value) if len(names) > 1 else value
+        if first is not value and not torch.equal(first, value):
+            names = [name]
+            untied.append(name)
+        if name in own and (target.is_meta or name in untied):
+            parameter = nn.Parameter(value, requires_grad=target.requires_grad)
+            for tied in names:
+                home, _, last = tied.rpartition(".")
+                setattr(module.get_submodule(home), last, parameter)
         elif name in own:
             target.data = value
         else:
-            owner._buffers[last] = value
-        left.discard(name)
-    return left, strange
+            home, _, last = name.rpartition(".")
+            module.get_submodule(home)._buffers[last] = value
+        left.difference_update(names)
+    return left, strange, untied
+
+
+def _check_fit(name: str, target: torch.Tensor, value: torch.Tensor, parameter: bool) -> None:
+    """Raise CheckpointError if a stored tensor cannot become the parameter or buffer `target`."""
+    if target.shape != value.shape:
+        raise CheckpointError(
+            f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
+        )
+    castable = value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
+    if parameter and value.dtype != target.dtype and not castable:
+        raise CheckpointError(
+            f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
+            "floats mean nothing without their scales; give a file of whole weights"
+        )
 
 
 def restore_buffers(module: Any, device: torch.device) -> None:
