@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
-from deepspeed.serving.protocol import APIError, BaseRequest, ChatCompletionRequest, CompletionRequest
+from deepspeed.foundation.log import logger
+from deepspeed.serving.protocol import APIError, BaseRequest, ChatCompletionRequest, CompletionRequest, answer_error
 from deepspeed.serving.service import PendingRequest, Service
 
 _COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown paths would create unlimited metrics
@@ -27,6 +31,14 @@ class Endpoints:
         app.add_exception_handler(APIError, self._refuse)
         app.add_exception_handler(404, self._refuse_path)
         app.add_exception_handler(405, self._refuse_path)
+        app.add_exception_handler(Exception, self._refuse)
+        options = self._service.options
+        if options.allowed_origins:
+            app.add_middleware(
+                CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
+                allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
+                expose_headers=("Retry-After",),
+            )  # fmt: skip
         app.get("/v1/models")(self._models)
         app.get("/v1/models/{name:path}")(self._model)
         app.get("/health")(self._health)
@@ -42,7 +54,7 @@ class Endpoints:
         return self._service.metrics.answers.labels(path, str(status))
 
     async def _refuse(self, request: Request, error: Exception) -> JSONResponse:
-        refusal = error if isinstance(error, APIError) else APIError(500, f"{type(error).__name__}: {error}")
+        refusal = answer_error(error)
         self._counter(request, refusal.status).inc()
         headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
         return JSONResponse(refusal.body(), refusal.status, headers)
@@ -85,29 +97,43 @@ class Endpoints:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest)
+        return await self._answer_or_refuse(request, CompletionRequest)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatCompletionRequest)
+        return await self._answer_or_refuse(request, ChatCompletionRequest)
+
+    async def _answer_or_refuse(self, request: Request, kind: type[BaseRequest]) -> Response:
+        """Answer a request; any error becomes a response in OpenAI's format."""
+        try:
+            return await self._answer(request, kind)
+        except APIError:
+            raise
+        except ClientDisconnect:  # while its body was read
+            return Response(status_code=499)
+        except Exception as error:
+            logger.exception("ds_serve: an answer could not be formed")
+            raise answer_error(error) from error
 
     async def _answer(self, request: Request, kind: type[BaseRequest]) -> Response:
         self._check_key(request)
         parsed: Any = kind.parse(await self._body(request))
         pending = await self._service.call(parsed)
-        counter = self._counter(request, 200)
-        if parsed.stream:
-            counter.inc()
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._service.stream(pending)
-            return _ResponseStream(pending, events, media_type="text/event-stream", headers=headers)
+        stream = None
         try:
-            body = await self._answer_unless_gone(request, pending)
+            work = pending.accepted() if parsed.stream else self._service.answer(pending)
+            result: Any = await self._unless_gone(request, work)
+            if result is None:
+                return Response(status_code=499)  # the client has disconnected
+            if parsed.stream:  # only now: a status cannot be taken back
+                headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                events = self._service.stream(pending)
+                stream = _ResponseStream(pending, events, media_type="text/event-stream", headers=headers)
+            response = stream or JSONResponse(result)
+            self._counter(request, 200).inc()
+            return response
         finally:
-            pending.close()  # a task that is cancelled before its start closes nothing
-        if body is None:
-            return Response(status_code=499)  # the client has disconnected
-        counter.inc()
-        return JSONResponse(body)
+            if stream is None:
+                pending.close()
 
     def _check_key(self, request: Request) -> None:
         keys = self._service.options.api_keys
@@ -128,14 +154,14 @@ class Endpoints:
                 raise too_long
         return bytes(body)
 
-    async def _answer_unless_gone(self, request: Request, pending: PendingRequest) -> dict[str, Any] | None:
-        """Return the answer (errors: see `Service.answer`); if the client disconnects, cancel the work, return None."""
+    async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of `work`, or raise its error; if the client disconnects, cancel it and return None."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        working = asyncio.ensure_future(self._service.answer(pending))
+        working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

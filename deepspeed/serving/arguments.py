@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
@@ -35,6 +37,9 @@ class EngineOptions:
         speculation: maximum number of draft tokens per sequence and pass (n-gram lookup); 0: no speculation.
         prefix_cache: whether KV cache pages of equal prefixes are shared.
         lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
+        generation_config: source of end tokens and sampling defaults: "auto" (the model's folder), "none" or "vllm", or
+            a folder with a generation_config.json.
+        override_generation_config: JSON object whose entries replace those of that file; "": none.
     """
 
     model: str
@@ -49,6 +54,8 @@ class EngineOptions:
     speculation: int = 0
     prefix_cache: bool = True
     lossless_weights: bool = True
+    generation_config: str = FOLDERS_OWN
+    override_generation_config: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,10 @@ class ServeOptions:
         drain: seconds for running requests to finish after SIGTERM.
         grace: seconds from the engine's end to the end of this process; until then, /health reports it.
         chat_template: text of a Jinja template that replaces the tokenizer's own; "": none.
+        allowed_origins: origins whose pages may read answers in a browser (CORS); "*": any. Empty: none.
+        allowed_methods: methods that these pages may use.
+        allowed_headers: headers that these pages may send.
+        allow_credentials: whether these pages may send cookies and other credentials.
     """
 
     engine: EngineOptions
@@ -84,6 +95,10 @@ class ServeOptions:
     drain: float = 60.0
     grace: float = 3.0
     chat_template: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
@@ -111,12 +126,12 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     engine = EngineOptions(
         args.model, args.dtype, args.quantize, args.checkpoint, args.threads, args.cache_bytes,
         args.max_sequences, args.max_length, args.max_batch_tokens, args.speculation, not args.no_prefix_cache,
-        not args.no_lossless_weights,
+        not args.no_lossless_weights, args.generation_config, args.override_generation_config,
     )  # fmt: skip
     name = args.served_model_name or Path(args.model).name or args.model
     return ServeOptions(
         engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
-        args.timeout, args.step_timeout, args.drain, args.grace, template,
+        args.timeout, args.step_timeout, args.drain, args.grace, template, *_origins(args), args.allow_credentials,
     )  # fmt: skip
 
 
@@ -135,6 +150,29 @@ def _check(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be {least:g} to {_LONGEST:.0f} seconds")
     if args.port > 65535:
         raise ArgumentError(f"--port {args.port} is none; the last one is 65535")
+    if args.generation_config not in (FOLDERS_OWN, *NONE) and not Path(args.generation_config).is_dir():
+        raise ArgumentError(
+            f"--generation-config {args.generation_config!r} is neither {FOLDERS_OWN}, none nor a folder"
+        )
+    if args.override_generation_config:
+        check_override(args.override_generation_config)
+
+
+def _origins(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Return the lists of CORS; each value is one entry or, as for vLLM, a JSON list of several."""
+    lists = []
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        entries: list[str] = []
+        for value in getattr(args, name):
+            try:
+                loaded = json.loads(value) if value.startswith("[") else [value]
+            except ValueError:
+                loaded = []
+            if not loaded or not all(isinstance(entry, str) and entry for entry in loaded):
+                raise ArgumentError(f"--{name.replace('_', '-')} {value!r}: one entry, or a JSON list of strings")
+            entries += loaded
+        lists.append(tuple(entries) or (() if name == "allowed_origins" else ("*",)))
+    return lists
 
 
 def _read(path: str) -> str:
@@ -174,4 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
     add("--api-key-file", default="", help="one key per line")
     add("--chat-template", default="", help="Jinja file")
+    add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
+    add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
+    add("--allowed-origins", action="append", default=[], help="origin of pages in a browser (CORS), or a JSON list")
+    add("--allowed-methods", action="append", default=[], help="that these pages may use (default: all)")
+    add("--allowed-headers", action="append", default=[], help="that these pages may send (default: all)")
+    add("--allow-credentials", action="store_true", help="these pages may send cookies")
     return parser

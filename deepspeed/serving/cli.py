@@ -18,6 +18,8 @@ from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.serving.arguments import ServeOptions, parse
 from deepspeed.serving.engine import EngineProcess
 
+_LAST_EVENTS = 3  # seconds to send the errors of requests that are unfinished after draining
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server with the command line `arguments` (None: that of the process).
@@ -79,10 +81,12 @@ async def serve(options: ServeOptions) -> int:
     level, reason = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
     logger.log(level, "ds_serve: %s generates by %s%s", options.name, ready.kind, reason)
     try:  # always end the engine process: it ignores signals
+        for line in ready.defaults.lines(tokenizer):
+            logger.info("ds_serve: %s", line)
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(
             Endpoints(service).app(), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
-            timeout_graceful_shutdown=max(int(options.drain), 1), timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(options.drain) + _LAST_EVENTS, timeout_keep_alive=30,
         )  # fmt: skip
         logger.info("ds_serve: listening at http://%s:%d", *listening.getsockname()[:2])
 
@@ -128,6 +132,7 @@ def _on_signal(service: Any, server: Any) -> list[str]:
         service.draining = True
         if len(signals) == 1:
             logger.info("ds_serve: %s: finishing %d answers first", name, len(service.engine.live))
+            loop.call_later(service.options.drain, service.end_all)
             server.should_exit = True
         else:
             server.force_exit = True

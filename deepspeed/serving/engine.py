@@ -14,7 +14,9 @@ from deepspeed.errors import UsageError
 from deepspeed.foundation.log import logger
 from deepspeed.serving import worker
 from deepspeed.serving.arguments import EngineOptions
-from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
+from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
+
+Put = Callable[[Accepted | TokenChunk | Refused | None], None]
 
 
 class EngineGone(UsageError):
@@ -36,7 +38,7 @@ class EngineProcess:
         self.failure = ""
         self.last_step = time.monotonic()
         self.last = Step(0, idle=True)
-        self.live: dict[int, Callable[[TokenChunk | Refused | None], None]] = {}
+        self.live: dict[int, Put] = {}
         self._next = 0
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = asyncio.Event()
@@ -79,15 +81,14 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(
-        self, tokens: list[int], sampling: dict[str, Any], put: Callable[[TokenChunk | Refused | None], None]
-    ) -> int:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put) -> int:
         """Submit a request to the engine.
 
         Args:
             tokens: token ids of the prompt.
             sampling: keyword arguments of `SamplingParams`.
-            put: called on the event loop with each result: a chunk of tokens, a refusal; None if the engine has ended.
+            put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
+                engine has ended.
 
         Returns:
             Number of the request.
@@ -156,15 +157,15 @@ class EngineProcess:
             for part in message.parts:
                 self._deliver(part, part.finish_reason is not None)
             self._on_step(message)
-        elif isinstance(message, Refused):
-            self._deliver(message, True)
+        elif isinstance(message, Accepted | Refused):
+            self._deliver(message, isinstance(message, Refused))
         elif isinstance(message, Ready):
             self.ready = message
             self._started.set()
         elif isinstance(message, Failed):
             self.failure = message.reason
 
-    def _deliver(self, message: TokenChunk | Refused, last: bool) -> None:
+    def _deliver(self, message: Accepted | TokenChunk | Refused, last: bool) -> None:
         put = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
         if put is not None:
             put(message)

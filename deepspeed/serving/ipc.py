@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.serving.generation_defaults import GenerationDefaults
+
 
 @dataclass(frozen=True)
 class Submit:
@@ -35,11 +37,15 @@ class Ready:
         max_length: maximum number of tokens of prompt and answer; None: no limit.
         kind: implementation that generates; "generate" is Transformers' own.
         why: reason why no faster implementation works for the model; "" if `kind` is the fastest.
+        vocabulary: number of tokens of the model, which may be more than the tokenizer's; None: unknown.
+        defaults: end tokens and sampling options that the model's folder states.
     """
 
     max_length: int | None
     kind: str
     why: str
+    vocabulary: int | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,19 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """Report that the request with the number `ident` is in the queue."""
+
+    ident: int
+
+
+@dataclass(frozen=True)
 class Refused:
-    """Report that the request with the number `ident` is invalid, with the reason."""
+    """Report that the request with the number `ident` is not accepted, with the reason and OpenAI's code for it."""
 
     ident: int
     reason: str
+    code: str = "invalid_value"
 
 
 @dataclass(frozen=True)

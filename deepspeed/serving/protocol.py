@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepspeed.errors import DeepSpeedError
 
@@ -20,6 +22,15 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
     "guided_json": (None,), "guided_regex": (None,), "best_of": (None, 1),
 }  # fmt: skip
+
+
+# Fields of messages without meaning for a chat template, which clients keep in their histories.
+IGNORED_MESSAGE_FIELDS = {
+    "id", "annotations", "audio", "created_at", "createdAt", "metadata", "provider_specific_fields",
+    "reasoning_details", "thinking_blocks", "timestamp",
+}  # fmt: skip
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # field by type
+_TOKEN = re.compile("0|[1-9][0-9]{0,18}")
 
 
 class APIError(DeepSpeedError):
@@ -45,6 +56,21 @@ class APIError(DeepSpeedError):
     def body(self) -> dict[str, Any]:
         """Return the response body in OpenAI's format."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def answer_error(error: Exception) -> APIError:
+    """Return the error response for an exception while an answer is formed."""
+    if isinstance(error, APIError):
+        return error
+    return APIError(500, f"{type(error).__name__}: {error}", code="model_error")
+
+
+def check_tokens(name: str, tokens: Iterable[int], size: int | None) -> None:
+    """Raise `APIError` (400) if a token of the field `name` is not in a vocabulary of `size` tokens (None: unknown)."""
+    for token in tokens:
+        if token < 0 or (size is not None and token >= size):
+            known = f"numbers from 0 to {size - 1}" if size is not None else "numbers of at least 0"
+            raise APIError(400, f"{name}: tokens are {known}, and {token} is none", name, "invalid_value")
 
 
 class StreamOptions(BaseModel):
@@ -97,7 +123,8 @@ class BaseRequest(BaseModel):
             return cls.model_validate({name: field for name, field in fields.items() if name not in IGNORED_FIELDS})
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"][:2])
+            depth = 3 if first["loc"][:1] == ("messages",) else 2
+            where = ".".join(str(part) for part in first["loc"][:depth])
             code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
             text = "is unknown" if code == "unknown_parameter" else first["msg"]
             raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None
@@ -108,6 +135,11 @@ class BaseRequest(BaseModel):
             raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(stops)}", "stop", "invalid_value")
         return stops
 
+    def check_tokens(self, size: int | None) -> None:
+        """Raise `APIError` (400) if an option names a token outside of a vocabulary of `size` tokens."""
+        check_tokens("stop_token_ids", self.stop_token_ids or (), size)
+        check_tokens("logit_bias", self._bias() or (), size)
+
     def wanted_tokens(self) -> int | None:
         """Return the maximum number of tokens of the answer; None: limited by the model's context length only."""
         return self.max_tokens
@@ -116,15 +148,19 @@ class BaseRequest(BaseModel):
         """Return the number of alternatives per token; None: no log-probabilities."""
         return None
 
-    def sampling(self, most: int) -> dict[str, Any]:
-        """Return the keyword arguments of `SamplingParams`, except `index`, for at most `most` new tokens.
+    def sampling(self, most: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of `SamplingParams`, except `index`.
+
+        Args:
+            most: maximum number of new tokens.
+            defaults: values for options that the request leaves out.
 
         Raises:
             APIError: status 400: a field is invalid, such as `min_tokens` above `most`.
         """
         options: dict[str, Any] = {
-            "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
+            "max_new_tokens": most, "temperature": self.temperature,
+            "top_p": self.top_p, "top_k": 0 if self.top_k == -1 else self.top_k, "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty, "seed": self.seed, "stop": self.stops(),
             "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": bool(self.ignore_eos),
@@ -134,15 +170,17 @@ class BaseRequest(BaseModel):
             raise APIError(
                 400, f"min_tokens {self.min_tokens} is more than max_tokens {most}", "min_tokens", "invalid_value"
             )
-        return {key: value for key, value in options.items() if value is not None}
+        stated = {key: value for key, value in options.items() if value is not None}
+        return {"temperature": 1.0, **defaults, **stated}
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        try:
-            biases = {int(token): bias for token, bias in self.logit_bias.items()}
-        except ValueError:
-            raise APIError(400, "logit_bias: keys are numbers of tokens", "logit_bias", "invalid_value") from None
+        for token in self.logit_bias:
+            if not _TOKEN.fullmatch(token):
+                text = f"logit_bias: keys are numbers of tokens in decimal digits, not {token[:40]!r}"
+                raise APIError(400, text, "logit_bias", "invalid_value")
+        biases = {int(token): bias for token, bias in self.logit_bias.items()}
         if any(not -100 <= bias <= 100 for bias in biases.values()):
             raise APIError(400, "logit_bias: values are from -100 to 100", "logit_bias", "invalid_value")
         return biases
@@ -171,27 +209,91 @@ class CompletionRequest(BaseRequest):
         return self.logprobs
 
 
-class Text(BaseModel):
-    """Text part of a message's content."""
+class FunctionCall(BaseModel):
+    """Call of a function in a message: its name, and its arguments as JSON text or as an object."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(extra="ignore", strict=True)
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for chat templates, which take arguments as an object."""
+        arguments: Any = self.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):  # a model may have written anything; templates print it as it is
+                pass
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(BaseModel):
+    """Entry of `tool_calls` of an assistant's message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    function: FunctionCall
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for chat templates."""
+        return {"type": "function", "function": self.function.plain(), **({"id": self.id} if self.id else {})}
 
 
 class ChatMessage(BaseModel):
-    """Message of a chat; `name` and `refusal` have no effect."""
+    """Message of a chat, also as clients keep answers in their histories."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Text]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    tool_call_id: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Return {"role", "content"} for chat templates; the role "developer" becomes "system"."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, message: Any) -> Any:
+        """Leave out fields without a meaning here, and fields without a value."""
+        if not isinstance(message, dict):
+            return message
+        fields = {key: value for key, value in message.items() if key not in IGNORED_MESSAGE_FIELDS}
+        return {key: value for key, value in fields.items() if key in cls.model_fields or value not in (None, [], {})}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: Any) -> Any:
+        """Join a list of text parts by newlines."""
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else part
+            if isinstance(text, dict):
+                raise ValueError(f"parts of the type {str(kind)[:40]!r} are not available: this model reads text")
+            if not isinstance(text, str):
+                raise ValueError("a list holds parts with a type and a text")
+            texts.append(text)
+        return "\n".join(texts)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message for chat templates.
+
+        The content is always a text; "developer" becomes "system", and the older "function" becomes "tool".
+        """
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": self.content or self.refusal or ""}
+        calls = [call.plain() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.plain()})
+        more = {"tool_calls": calls, "reasoning_content": self.reasoning_content or self.reasoning}
+        if role == "tool":
+            more |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        return message | {key: value for key, value in more.items() if value}
 
 
 class ChatCompletionRequest(BaseRequest):

@@ -5,19 +5,37 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.inference.detokenizer import TextStream
+from deepspeed.inference.token_bytes import token_names
 from deepspeed.serving.ipc import TokenChunk
 
 DONE = "data: [DONE]\n\n"
-_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_LOWEST = -9999.0  # log-probability of impossible tokens, since JSON has no infinity
 
 
 def event(body: dict[str, Any]) -> str:
     """Encode `body` as JSON in a server-sent event."""
     return f"data: {_encoded(body)}\n\n"
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """Log-probabilities of one position of an answer.
+
+    Attributes:
+        tokens: (token, log-probability, bytes that it would add to the text): the chosen one, then the most probable.
+        offset: characters of the answer before it.
+        ends: whether the chosen token ends the answer and is not in its text.
+    """
+
+    tokens: list[tuple[int, float, bytes]]
+    offset: int
+    ends: bool
 
 
 @dataclass(eq=False)
@@ -31,7 +49,6 @@ class ResponseChoice:
         lead: text before the answer's first token: the prompt, for requests with `echo`.
         tokens: number of generated tokens so far.
         text, logprobs: parts so far; only used without streaming.
-        offset: offset of the next token in characters, for the log-probabilities of completions.
         reason: finish reason; None while the answer is generated.
     """
 
@@ -41,20 +58,28 @@ class ResponseChoice:
     lead: str = ""
     tokens: int = 0
     text: list[str] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    offset: int = 0
+    logprobs: list[TokenInfo] = field(default_factory=list)
     reason: str | None = None
 
-    def take(self, part: TokenChunk) -> tuple[str, list[Any]]:
+    def take(self, part: TokenChunk) -> tuple[str, list[TokenInfo]]:
         """Detokenize a chunk of tokens; returns the new text and the log-probabilities."""
         self.tokens += len(part.tokens)
-        if part.finish_reason is None:
-            text = self.stream.push(part.tokens)
-        else:
-            text = self.stream.finish(part.tokens, part.matched)
+        ends, infos, text = part.finish_reason is not None, [], ""
+        last = part.tokens[-1:] if ends else []
+        for number, token in enumerate(part.tokens):
+            closing = ends and number == len(part.tokens) - 1
+            if part.logprobs is not None:
+                infos.append(self._info(*part.logprobs[number], ends=closing and part.matched == token))
+            text += "" if closing else self.stream.push([token])
+        if ends:
+            text += self.stream.finish(last, part.matched)
             self.reason = part.finish_reason
         text, self.lead = self.lead + text, ""
-        return text, list(part.logprobs or [])
+        return text, infos
+
+    def _info(self, token: int, value: float, top: Sequence[tuple[int, float]], ends: bool) -> TokenInfo:
+        pieces = [(other, number, self.stream.piece(other)) for other, number in [(token, value), *top]]
+        return TokenInfo(pieces, self.stream.offset(token), ends)
 
 
 class ResponseFormatter:
@@ -79,8 +104,7 @@ class ResponseFormatter:
             text = "".join(choice.text)
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self._chat else {"text": text}
-            choice.offset = 0
-            logprobs = self._logprobs(choice, choice.logprobs)
+            logprobs = self._logprobs(choice.logprobs)
             bodies.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason})
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": bodies, "usage": self._usage(choices)}
@@ -89,12 +113,12 @@ class ResponseFormatter:
         """Return the first chunk of a choice in a chat, with the role and no text."""
         return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def chunk(self, choice: ResponseChoice, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    def chunk(self, choice: ResponseChoice, text: str, logprobs: list[TokenInfo]) -> dict[str, Any]:
         """Return a chunk with new text and its log-probabilities; the last chunk of a choice has the finish reason."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"delta": {"content": text} if text or choice.reason is None else {}}
-        return self._chunk(choice.index, content, self._logprobs(choice, logprobs), choice.reason)
+        return self._chunk(choice.index, content, self._logprobs(logprobs), choice.reason)
 
     def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """Return the final chunk of a stream, with the numbers of prompt and answer tokens (`usage`)."""
@@ -115,32 +139,32 @@ class ResponseFormatter:
 
     # -- log-probabilities ----------------------------------------------------------------------------------------
 
-    def _logprobs(self, choice: ResponseChoice, logprobs: list[Any]) -> dict[str, Any] | None:
+    def _logprobs(self, infos: list[TokenInfo]) -> dict[str, Any] | None:
         if not self._wants:
             return None
         if self._chat:
-            content = [
-                {**self._named(token, value), "top_logprobs": [self._named(*other) for other in top]}
-                for token, value, top in logprobs
-            ]
+            content = []
+            for info in infos:
+                chosen, *top = self._described(info)
+                content.append({**chosen, "top_logprobs": top})
             return {"content": content, "refusal": None}
-        names = [self._name(token) for token, _, _ in logprobs]
-        offsets = []
-        for name in names:
-            offsets.append(choice.offset)
-            choice.offset += len(name)
+        described = [self._described(info) for info in infos]
         return {
-            "tokens": names,
-            "token_logprobs": [value for _, value, _ in logprobs],
-            "top_logprobs": [{self._name(token): value for token, value in top} for _, _, top in logprobs],
-            "text_offset": offsets,
+            "tokens": [chosen["token"] for chosen, *_ in described],
+            "token_logprobs": [chosen["logprob"] for chosen, *_ in described],
+            "top_logprobs": [
+                {entry["token"]: entry["logprob"] for entry in (*top, chosen)} for chosen, *top in described
+            ],
+            "text_offset": [info.offset for info in infos],
         }
 
-    def _named(self, token: int, value: float) -> dict[str, Any]:
-        name = self._name(token)
-        return {"token": name, "logprob": value, "bytes": list(name.encode("utf-8", "replace"))}
-
-    def _name(self, token: int) -> str:
-        """Return a token's text; tokens without a whole character get the vocabulary's spelling, so names differ."""
-        text = self._tokenizer.decode([token])
-        return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
+    def _described(self, info: TokenInfo) -> list[dict[str, Any]]:
+        """Describe the tokens of one position in the form of chats."""
+        names = token_names(self._tokenizer, [(token, text) for token, _, text in info.tokens])
+        described: list[dict[str, Any]] = [
+            {"token": name, "logprob": max(value, _LOWEST), "bytes": list(text)}
+            for name, (_, value, text) in zip(names, info.tokens, strict=True)
+        ]
+        if info.ends:
+            described[0]["bytes"] = []
+        return described

@@ -8,12 +8,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from deepspeed.foundation.log import logger
 from deepspeed.inference.detokenizer import TextStream
+from deepspeed.inference.token_bytes import decode_function
 from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
-from deepspeed.serving.ipc import Refused, TokenChunk
+from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
 from deepspeed.serving.metrics import Metrics
-from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest
+from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, answer_error, check_tokens
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
 _LONG = 20_000  # characters from which a prompt is tokenized in a thread
@@ -43,31 +45,42 @@ class PendingRequest:
         chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs() is not None
         self.form = ResponseFormatter(service.options.name, service.tokenizer, chat, logprobs)
         self.begun = time.monotonic()
-        self.deadline = self.begun + service.options.timeout
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
         self._arrived: list[tuple[int, TokenChunk | Refused | None]] = []
+        self._accepted: set[int] = set()
         self._waiting: asyncio.Future[None] | None = None  # future of the waiting reader
-        self._late = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: APIError | None = None
         self._sampling = []
         stops, copies = request.stops(), request.n or 1
         for number, prompt in enumerate(prompts):
-            sampling = request.sampling(service.room(prompt, request))
+            sampling = request.sampling(service.room(prompt, request), service.defaults)
             for copy in range(copies):
-                stream = TextStream(service.tokenizer, stops, prompt, skip_special_tokens=True)
+                stream = TextStream(
+                    service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0
+                )
                 self.choices.append(ResponseChoice(number * copies + copy, prompt, stream, leads[number]))
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
         """Submit every choice to the engine; raises `EngineGone` if the engine has ended."""
+        late = f"not finished within {self._service.options.timeout:g} s"
+        self._timer = asyncio.get_running_loop().call_later(
+            self._service.options.timeout, self.fail, APIError(504, late, code="deadline_exceeded")
+        )
+        self._service.pending.add(self)
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
             ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
             self._idents[choice.index] = ident
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
     def _put(self, index: int) -> Any:
-        def put(message: TokenChunk | Refused | None) -> None:
-            self._arrived.append((index, message))
+        def put(message: Accepted | TokenChunk | Refused | None) -> None:
+            if isinstance(message, Accepted):
+                self._accepted.add(index)
+            else:
+                self._arrived.append((index, message))
             self._wake()
 
         return put
@@ -76,12 +89,16 @@ class PendingRequest:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _out_of_time(self) -> None:
-        self._late = True
+    def fail(self, error: APIError) -> None:
+        """End the request with an error, which the reader raises."""
+        self._failure = self._failure or error
         self._wake()
 
     def close(self) -> None:
         """Cancel unfinished choices."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._service.pending.discard(self)
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
         self._idents.clear()
         for ident in gone:
@@ -89,35 +106,45 @@ class PendingRequest:
         if gone:
             self._service.metrics.cancelled.inc()
 
+    async def accepted(self) -> bool:
+        """Wait until the engine has accepted every choice; returns True.
+
+        Raises:
+            APIError: as in `parts`.
+        """
+        while len(self._accepted) < len(self.choices):
+            for _, message in self._arrived:
+                self._checked(message)
+            await self._news()
+        return True
+
+    async def _news(self) -> None:
+        """Wait for the next message. One future for all waits: `asyncio.wait_for` would create a task per token."""
+        if self._failure is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+            self._waiting = None
+        if self._failure is not None:
+            raise self._failure
+
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
         """Yield lists of (choice, chunk) as they arrive; chunks that arrived since the last read are in one list.
 
-        Uses one future and one timer, because `asyncio.wait_for` would create a task per token.
-
         Raises:
-            APIError: status 504 after the time limit, 400 for an invalid request, 500 after an error of the engine.
+            APIError: status 504 after the time limit, 503 if the server ends before, 400 for an invalid request, 500
+                after an error of the engine.
         """
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.deadline - time.monotonic(), self._out_of_time)
         open_choices, first = len(self.choices), True
-        try:
-            while open_choices:
-                if not self._arrived and not self._late:
-                    self._waiting = loop.create_future()
-                    await self._waiting
-                    self._waiting = None
-                messages, self._arrived = self._arrived, []
-                if self._late:
-                    text = f"not finished within {self._service.options.timeout:g} s"
-                    raise APIError(504, text, code="deadline_exceeded")
-                parts = [(self.choices[index], self._checked(message)) for index, message in messages]
-                open_choices -= sum(part.finish_reason is not None for _, part in parts)
-                if first:
-                    self._service.metrics.first_token.observe(time.monotonic() - self.begun)
-                    first = False
-                yield parts
-        finally:
-            timer.cancel()
+        while open_choices:
+            while not self._arrived or self._failure is not None:
+                await self._news()
+            messages, self._arrived = self._arrived, []
+            parts = [(self.choices[index], self._checked(message)) for index, message in messages]
+            open_choices -= sum(part.finish_reason is not None for _, part in parts)
+            if first:
+                self._service.metrics.first_token.observe(time.monotonic() - self.begun)
+                first = False
+            yield parts
         self._service.metrics.whole.observe(time.monotonic() - self.begun)
 
     @staticmethod
@@ -125,7 +152,7 @@ class PendingRequest:
         if message is None:
             raise APIError(500, "the engine has ended", code="engine_ended")
         if isinstance(message, Refused):
-            raise APIError(400, message.reason, code="invalid_value")
+            raise APIError(500 if message.code == "model_error" else 400, message.reason, code=message.code)
         if message.error is not None:
             raise APIError(500, message.error, code="model_error")
         return message
@@ -145,6 +172,23 @@ class Service:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
         self.started = int(time.time())
         self.draining = False
+        self.pending: set[PendingRequest] = set()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values for sampling options that requests leave out."""
+        return {} if self.engine.ready is None else self.engine.ready.defaults.sampling
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of the model's tokens; None: unknown."""
+        return None if self.engine.ready is None else self.engine.ready.vocabulary
+
+    def end_all(self) -> None:
+        """End all requests with an error, since the server ends."""
+        for request in list(self.pending):
+            text = f"the server is ending, and this request was not finished within {self.options.drain:g} s"
+            request.fail(APIError(503, text, code="draining"))
 
     # -- before ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +226,7 @@ class Service:
             )
         if request.stream_options is not None and not request.stream:
             raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
+        request.check_tokens(self.vocabulary)
         self.admit(choices)
         prompts, leads = await self._prompts(request)
         self.admit(choices)  # other requests may have arrived
@@ -189,6 +234,7 @@ class Service:
         try:
             call.start()  # without interruption after the check, so that simultaneous requests are counted
         except EngineGone as error:
+            call.close()
             raise APIError(503, str(error), code="engine_ended") from None
         return call
 
@@ -203,12 +249,12 @@ class Service:
             if isinstance(prompt, str):
                 prompts.append(await self._tokens(prompt, True))
             else:
-                most = len(self.tokenizer)
-                if any(not 0 <= token < most for token in prompt):
-                    raise APIError(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
+                check_tokens("prompt", prompt, self.vocabulary)
                 prompts.append(prompt)
-            shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-            leads.append(shown if request.echo else "")
+            shown = ""
+            if request.echo:
+                shown = prompt if isinstance(prompt, str) else decode_function(self.tokenizer, False)(prompt)
+            leads.append(shown)
         return prompts, leads
 
     def _chat_text(self, request: ChatCompletionRequest) -> str:
@@ -242,8 +288,9 @@ class Service:
         """Return the maximum number of tokens of the answer; raises `APIError` (400) above the context length."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
         wanted = request.wanted_tokens()
+        default = self.defaults.get("max_new_tokens")
         if limit is None:
-            return wanted or 1024
+            return wanted or default or 1024
         whole = len(prompt) + (wanted or 1)
         if whole > limit:
             where = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
@@ -253,7 +300,7 @@ class Service:
                 f"Please reduce the length of the {where} or completion."
             )
             raise APIError(400, text, where, "context_length_exceeded")
-        return wanted or limit - len(prompt)
+        return wanted or min(limit - len(prompt), default or limit)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -279,8 +326,10 @@ class Service:
             if options is not None and options.include_usage:
                 yield event(call.form.last(call.choices))
             yield DONE
-        except APIError as refusal:
-            yield event(refusal.body())
+        except Exception as error:  # the stream has begun, so every error is an event
+            if not isinstance(error, APIError):
+                logger.exception("ds_serve: an answer could not be formed")
+            yield event(answer_error(error).body())
         finally:
             call.close()
 

@@ -10,8 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from deepspeed.errors import LengthError, RequestError
 from deepspeed.serving.arguments import EngineOptions
-from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
+from deepspeed.serving.generation_defaults import ENDS, read_defaults
+from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
 
 BEAT = 0.5  # seconds between heartbeats without work
 
@@ -58,7 +60,7 @@ def main(options: EngineOptions, pipe: Connection) -> None:
         signal.signal(name, signal.SIG_IGN)
     try:
         engine = _Engine(options, pipe)
-        pipe.send(Ready(engine.generator.limit, engine.generator.kind, engine.generator.why or ""))
+        pipe.send(engine.ready())
         engine.run()
     except (EOFError, BrokenPipeError):  # the web process has ended
         sys.exit(1)
@@ -71,9 +73,16 @@ def main(options: EngineOptions, pipe: Connection) -> None:
 
 class _Engine:
     def __init__(self, options: EngineOptions, pipe: Connection) -> None:
+        from deepspeed.foundation.transformers_model import vocabulary_size
         from deepspeed.inference.generator import Generator
 
         model, tokenizer = load(options)
+        size, of_class = vocabulary_size(model, decoder=True) or 0, getattr(model.config, ENDS, None)
+        self.defaults = read_defaults(
+            options.model, options.generation_config, options.override_generation_config, tokenizer, size, of_class
+        )
+        if getattr(model, "generation_config", None) is not None:
+            setattr(model.generation_config, ENDS, list(self.defaults.ends))
         self.pipe, self.steps, self.ending = pipe, 0, False
         self.generator = Generator(
             model,
@@ -86,6 +95,11 @@ class _Engine:
             speculation=options.speculation,
             lossless_weights=options.lossless_weights,
         )
+
+    def ready(self) -> Ready:
+        """Return the report that the model is loaded."""
+        generator = self.generator
+        return Ready(generator.limit, generator.kind, generator.why or "", generator.vocabulary, self.defaults)
 
     def run(self) -> None:
         """Read messages, run a step and report the step, until `Stop` arrived and all requests have ended."""
@@ -120,8 +134,14 @@ class _Engine:
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
-        except Exception as error:  # an invalid request must not affect others
+        except LengthError as error:
+            self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))
+        except RequestError as error:
             self.pipe.send(Refused(message.ident, str(error)))
+        except Exception as error:  # errors of the tokenizer or the model must not affect other requests
+            self.pipe.send(Refused(message.ident, f"{type(error).__name__}: {error}", "model_error"))
+        else:
+            self.pipe.send(Accepted(message.ident))
 
     def _report(self, outputs: list[Any], idle: bool) -> None:
         chunks = []

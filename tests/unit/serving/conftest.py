@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.server import Server, make_folder, serving
+from tests.unit.serving.server import Server, make_folder, make_odd_folder, serving
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def odd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_odd_folder(tmp_path_factory.mktemp("odd"))
 
 
 @pytest.fixture(scope="module")

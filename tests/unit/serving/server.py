@@ -19,6 +19,7 @@ from openai import OpenAI
 from tests.harness.pool import PATIENCE
 
 LENGTH = 96
+PADDING, END = 13, 300  # of the odd folder: rows without a token, and an end token that only one file states
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -47,6 +48,36 @@ def make_folder(path: Path) -> Path:
             if param.dim() > 1:
                 param.mul_(25.0)
     model.save_pretrained(path)
+    return path
+
+
+def make_odd_folder(path: Path) -> Path:
+    """As many folders are: bytes for rare characters, more rows than tokens, a context longer by yarn, two kinds of end
+    tokens, and sampling defaults."""
+    import json
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.unit.inference.vocabularies import vocabulary
+
+    words = vocabulary("byte-fallback")
+    words.chat_template = TEMPLATE
+    words.save_pretrained(path)
+    torch.manual_seed(12)
+    config = LlamaConfig(
+        vocab_size=len(words) + PADDING, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64, max_position_embeddings=LENGTH // 4, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.mul_(25.0)
+    model.save_pretrained(path)
+    stated = json.loads((path / "generation_config.json").read_text())
+    stated |= {"eos_token_id": [2, END], "top_k": 1, "repetition_penalty": 1.2, "max_new_tokens": 11}
+    (path / "generation_config.json").write_text(json.dumps(stated))
     return path
 
 
