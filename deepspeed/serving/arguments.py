@@ -17,6 +17,7 @@ _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
     "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
 }  # fmt: skip
+_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _LONGEST = 1e8  # seconds; the event loop's clock is limited
 
 
@@ -129,9 +130,11 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         not args.no_lossless_weights, args.generation_config, args.override_generation_config,
     )  # fmt: skip
     name = args.served_model_name or Path(args.model).name or args.model
+    origins, methods, headers = (_entries(args, option) for option in _LISTS)
     return ServeOptions(
         engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
-        args.timeout, args.step_timeout, args.drain, args.grace, template, *_origins(args), args.allow_credentials,
+        args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
+        args.allow_credentials,
     )  # fmt: skip
 
 
@@ -158,21 +161,18 @@ def _check(args: argparse.Namespace) -> None:
         check_override(args.override_generation_config)
 
 
-def _origins(args: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Return the lists of CORS; each value is one entry or, as for vLLM, a JSON list of several."""
-    lists = []
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-        entries: list[str] = []
-        for value in getattr(args, name):
-            try:
-                loaded = json.loads(value) if value.startswith("[") else [value]
-            except ValueError:
-                loaded = []
-            if not loaded or not all(isinstance(entry, str) and entry for entry in loaded):
-                raise ArgumentError(f"--{name.replace('_', '-')} {value!r}: one entry, or a JSON list of strings")
-            entries += loaded
-        lists.append(tuple(entries) or (() if name == "allowed_origins" else ("*",)))
-    return lists
+def _entries(args: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """Return the entries of an option of CORS; each value is one entry or, as for vLLM, a JSON list of several."""
+    entries: list[str] = []
+    for value in getattr(args, name):
+        try:
+            loaded = json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            loaded = []
+        if not loaded or not all(isinstance(entry, str) and entry for entry in loaded):
+            raise ArgumentError(f"--{name.replace('_', '-')} {value!r}: one entry, or a JSON list of strings")
+        entries += loaded
+    return tuple(entries) or (() if name == "allowed_origins" else ("*",))
 
 
 def _read(path: str) -> str:

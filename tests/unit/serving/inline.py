@@ -30,6 +30,8 @@ from tests.harness.pool import PATIENCE
 class EngineThread(EngineProcess):
     """The engine in a thread in place of a process; messages go through the same pipe."""
 
+    engine: worker._Engine
+
     async def start(self) -> Ready:
         self._loop = asyncio.get_running_loop()
         self._pipe, child_end = multiprocessing.Pipe()
