@@ -170,7 +170,7 @@ def test_nothing_is_sent_before_the_engine_has_accepted(odd: InlineServer) -> No
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     address = httpx.URL(odd.url)
     with mock.patch.object(Generator, "submit", late), mock.patch.object(Generator, "step", later):
-        with socket.create_connection((address.host, address.port)) as client:
+        with socket.create_connection((address.host, address.port or 80)) as client:
             client.sendall(head + body)
             client.settimeout(0.3)
             with pytest.raises(TimeoutError):
@@ -314,7 +314,8 @@ def test_requests_that_are_unfinished_when_the_server_ends_get_an_error(odd: Inl
 def test_the_context_is_the_scaled_one_and_beyond_the_original_length_tokens_are_right(
     odd: InlineServer, odd_folder: Path
 ) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(odd_folder), AutoTokenizer.from_pretrained(odd_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(odd_folder)
+    tokenizer = AutoTokenizer.from_pretrained(odd_folder)
     assert httpx.get(f"{odd.url}/v1/models").json()["data"][0]["max_model_len"] == LENGTH
     prompt = tokenizer("def function(argument): return argument + 1", return_tensors="pt")["input_ids"]
     want = model.generate(prompt, max_new_tokens=50, do_sample=False, eos_token_id=10**9, repetition_penalty=1.0)
@@ -405,7 +406,7 @@ def test_a_process_says_its_ends_and_defaults_and_clients_get_whole_answers(odd_
         log = server.log.read_text()
         assert f"answers end at 2 '</s>' (generation_config.json, config.json, tokenizer_config.json); {END} " in log
         assert "temperature 0, top_k 1, repetition_penalty 1.2, max_new_tokens 11" in log.replace("\n", " ")
-        client = server.client()
+        client: Any = server.client()
         messages: list[Any] = [{"role": "user", "content": "the"}]
         options: Any = {"model": "tiny", "logprobs": True, "top_logprobs": 5, "extra_body": {"ignore_eos": True}}
         for _ in range(2):

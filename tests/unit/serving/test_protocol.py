@@ -87,7 +87,8 @@ def test_messages_as_clients_send_them_back(message: dict[str, Any], template: d
 
 
 def test_an_answer_as_the_official_client_dumps_it() -> None:
-    for options in ({}, {"exclude_none": True}, {"exclude_unset": True}):
+    forms: list[dict[str, Any]] = [{}, {"exclude_none": True}, {"exclude_unset": True}]
+    for options in forms:
         answer = ChatCompletionMessage(role="assistant", content="hi", refusal=None)
         assert parsed(answer.model_dump(**options)) == [{"role": "assistant", "content": "hi"}]
 
