@@ -50,6 +50,8 @@ def named_arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     Positional arguments that the forward has no name for are left out.
     """
+    if not args:
+        return dict(kwargs)
     own = inspect.signature(model.forward).parameters
     passed_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own.values())
     parameters = arguments(model) if passed_on else own

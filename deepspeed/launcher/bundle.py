@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -97,7 +98,8 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
             texts[name] = hide(file.read().decode(errors="replace"), digests, HIDDEN)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.fchmod(descriptor, 0o600)  # the mode in `open` is that of a new file
+        with contextlib.suppress(PermissionError):  # another user's file
+            os.fchmod(descriptor, 0o600)  # the mode in `open` is that of a new file
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(name, text if name == "report.json" else without_secrets(text, secrets))

@@ -92,7 +92,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
         checkpointable_layers: names of classes; a group of only such layers is recomputed. None: a group is recomputed
-            if one of its layers, other than tied ones, has trained parameters.
+            if one of its layers has parameters; with an `activation_checkpoint_func`, one other than a tied layer.
         dynamic_shape: no effect; shapes may always change between micro-batches.
         num_chunks: parts per stage, for the interleaved schedule; part p belongs to stage p % num_stages.
         example_input: the first layer's input, for partition_method "profile", which runs all layers on every rank.
@@ -129,6 +129,7 @@ class PipelineModule(nn.Module):
         self.loss_fn = loss_fn
         self.seed_layers, self.base_seed, self._seed = seed_layers, base_seed, seed_fn or torch.manual_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._has_own_function = activation_checkpoint_func is not None
         self._checkpoint = activation_checkpoint_func or partial(checkpoint, use_reentrant=False)
         self._checkpointable = checkpointable_layers
         rank = get_rank() if is_initialized() else 0
@@ -306,21 +307,22 @@ class PipelineModule(nn.Module):
                 raise PipelineError("a PipelineModule of several stages runs in train_batch() or eval_batch()")
             layers = range(len(self._specs))
         self._runs += 1
+        run = partial(self._run, self._runs)  # recomputed, with the same seeds, after later micro-batches have run
         every = self.activation_checkpoint_interval
         if not every or not torch.is_grad_enabled():
-            return self._run(layers, inputs)
+            return run(layers, inputs)
         for low in range(layers.start, layers.stop, every):
             some = range(low, min(low + every, layers.stop))
             if self._is_checkpointable(some):
-                inputs = self._checkpoint(lambda hidden, some=some: self._run(some, hidden), inputs)
+                inputs = self._checkpoint(partial(run, some), inputs)
             else:
-                inputs = self._run(some, inputs)
+                inputs = run(some, inputs)
         return inputs
 
-    def _run(self, layers: range, inputs: Any) -> Any:
+    def _run(self, number: int, layers: range, inputs: Any) -> Any:
         for layer in layers:
             if self.seed_layers:
-                self._seed(self.base_seed * self._runs + layer)
+                self._seed(self.base_seed * number + layer)
             inputs = self._layer(layer)(inputs)
         return inputs
 
@@ -339,7 +341,13 @@ class PipelineModule(nn.Module):
     def _is_checkpointable(self, layers: range) -> bool:
         if self._checkpointable is not None:
             return all(_name(self._specs[layer]) in self._checkpointable for layer in layers)
-        modules = [module for layer in layers if (module := self._module_of(layer)) is not None]
+        # A client's function may be a reentrant one, which cuts off an embedding that gets token ids.
+        tied = not self._has_own_function
+        modules = [
+            module
+            for layer in layers
+            if (module := self._module_of(layer) if tied else self._modules.get(str(layer))) is not None
+        ]
         return any(next(module.parameters(), None) is not None for module in modules)
 
     # -- what scripts ask -----------------------------------------------------------------------------------------

@@ -77,8 +77,9 @@ class Away(torch.Tensor):
         return placeholder
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # pyright: ignore[reportAttributeAccessIssue]
-        if dtype is None or dtype == self.dtype:
+        places = {key: value for key, value in kwargs.items() if key != "copy"}  # which the parser of modules refuses
+        dtype = torch._C._nn._parse_to(*args, **places)[1]  # pyright: ignore[reportAttributeAccessIssue]
+        if not kwargs.get("copy") and (dtype is None or dtype == self.dtype):
             return self
         return self._with_values(torch.Tensor.to, (self, *args), kwargs, self, False)
 

@@ -151,3 +151,21 @@ def test_metrics_of_a_loss_keep_no_graph() -> None:
 def test_metrics_of_a_model_are_numbers_and_no_small_tensors() -> None:
     assert split_model.View._is_number(torch.tensor(1.0))
     assert not any(map(split_model.View._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_recomputed_layer_has_the_seed_of_its_own_micro_batch(interval: int) -> None:
+    """As in a schedule of one forward and one backward, where later micro-batches have run before a backward."""
+    layers = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))]
+    torch.manual_seed(0)
+    for layer in layers:
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+    module = PipelineModule(layers, num_stages=1, seed_layers=True, activation_checkpoint_interval=interval)
+    inputs = torch.arange(32.0).view(4, 8).requires_grad_()
+    first = module(inputs)
+    masked = first == 0
+    for _ in range(3):
+        module(inputs)
+    (gradient,) = torch.autograd.grad(first.sum(), [layers[1][0].bias])
+    assert torch.equal(gradient, (~masked).sum(0) * 2.0) and masked.any()
