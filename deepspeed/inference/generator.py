@@ -371,6 +371,17 @@ class Generator:
             return True
 
     @property
+    def packed_length(self) -> int | None:
+        """Maximum number of tokens of a request in shared passes, by its rotation and the cache.
+
+        None if requests go through the model's own `generate`.
+        """
+        if self._executor is None:
+            return None
+        lengths = (self.limit, self._packed_limit, self.pages.count * self.pages.size)
+        return min(length for length in lengths if length is not None)
+
+    @property
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is pending."""
         return not self._live and not self._ready

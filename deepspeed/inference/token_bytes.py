@@ -67,9 +67,16 @@ class TokenBytes:
         self._before = self._plain_token()
 
     @staticmethod
-    @functools.lru_cache(maxsize=8)
     def of(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
         """Return the bytes of a tokenizer's tokens; None if its text is no concatenation of theirs."""
+        if not _decoders(tokenizer):  # any object with `decode`
+            return None
+        return TokenBytes._of_length(tokenizer, skip_special_tokens, len(tokenizer))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=8)
+    def _of_length(tokenizer: Any, skip_special_tokens: bool, _length: int) -> TokenBytes | None:
+        """`of`, computed anew when tokens are added to the tokenizer."""
         steps = _decoders(tokenizer)
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:

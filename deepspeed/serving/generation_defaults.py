@@ -39,7 +39,7 @@ class GenerationDefaults:
 
 
 def read_defaults(
-    model: str, generation_config: str, override: str, tokenizer: Any, size: int, of_class: Any = None
+    model: str, generation_config: str, override: str, tokenizer: Any, size: int | None, of_class: Any = None
 ) -> GenerationDefaults:
     """Read the defaults of a model.
 
@@ -48,7 +48,7 @@ def read_defaults(
         generation_config: "auto": that of the model; "none" or "vllm": no such file; else a folder with one.
         override: JSON object whose entries replace those of the file; "": none.
         tokenizer: its tokenizer.
-        size: number of the model's tokens; end tokens beyond it are dropped.
+        size: number of the model's tokens; end tokens beyond it are dropped. None: unknown.
         of_class: end token of the loaded config, which counts if no file states one.
 
     Raises:
@@ -86,11 +86,12 @@ def check_override(text: str) -> dict[str, Any]:
     return overriding
 
 
-def _ends(stated: Mapping[str, Any], size: int) -> dict[int, list[str]]:
+def _ends(stated: Mapping[str, Any], size: int | None) -> dict[int, list[str]]:
     ends: dict[int, list[str]] = {}
     for name, value in stated.items():
         for end in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(end, int) and not isinstance(end, bool) and 0 <= end < size:
+            whole = isinstance(end, int) and not isinstance(end, bool)
+            if whole and end >= 0 and (size is None or end < size):
                 ends.setdefault(end, []).append(name)
     return dict(sorted(ends.items()))
 

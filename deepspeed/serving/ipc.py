@@ -38,6 +38,7 @@ class Ready:
         kind: implementation that generates; "generate" is Transformers' own.
         why: reason why no faster implementation works for the model; "" if `kind` is the fastest.
         vocabulary: number of tokens of the model, which may be more than the tokenizer's; None: unknown.
+        packed_length: maximum number of tokens of a request in shared passes; None: requests go one by one.
         defaults: end tokens and sampling options that the model's folder states.
     """
 
@@ -45,6 +46,7 @@ class Ready:
     kind: str
     why: str
     vocabulary: int | None = None
+    packed_length: int | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 

@@ -300,6 +300,9 @@ class Service:
                 f"Please reduce the length of the {where} or completion."
             )
             raise APIError(400, text, where, "context_length_exceeded")
+        packed = self.engine.ready.packed_length if self.engine.ready is not None else None
+        if not wanted and packed is not None and packed > len(prompt):  # an answer that alone would leave shared passes
+            limit = min(limit, packed)
         return wanted or min(limit - len(prompt), default or limit)
 
     # -- answers --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class _Engine:
         from deepspeed.inference.generator import Generator
 
         model, tokenizer = load(options)
-        size, of_class = vocabulary_size(model, decoder=True) or 0, getattr(model.config, ENDS, None)
+        size, of_class = vocabulary_size(model, decoder=True), getattr(model.config, ENDS, None)
         self.defaults = read_defaults(
             options.model, options.generation_config, options.override_generation_config, tokenizer, size, of_class
         )
@@ -99,7 +99,8 @@ class _Engine:
     def ready(self) -> Ready:
         """Return the report that the model is loaded."""
         generator = self.generator
-        return Ready(generator.limit, generator.kind, generator.why or "", generator.vocabulary, self.defaults)
+        lengths = generator.vocabulary, generator.packed_length
+        return Ready(generator.limit, generator.kind, generator.why or "", *lengths, self.defaults)
 
     def run(self) -> None:
         """Read messages, run a step and report the step, until `Stop` arrived and all requests have ended."""

@@ -16,6 +16,9 @@ from deepspeed.inference.executors.gathered import GatheringExecutor
 from deepspeed.inference.executors.native import FusedExecutor
 from deepspeed.inference.executors.paged import PagedExecutor
 from deepspeed.inference.request import length_limit
+from deepspeed.serving.ipc import Ready
+from deepspeed.serving.protocol import ChatCompletionRequest
+from deepspeed.serving.service import Service
 from tests.unit.inference.test_native import native
 from tests.unit.inference.toys import llama, prompts, watched
 
@@ -47,6 +50,25 @@ def stated(length: int, **rope: Any) -> Any:
     module = torch.nn.Linear(1, 1)
     module.config = SimpleNamespace(max_position_embeddings=length, rope_parameters=rope or None)  # type: ignore[assignment]
     return module
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_an_answer_without_a_length_stays_in_shared_passes(kind: str) -> None:
+    """A chat goes to the end of what is batched and fits into the cache, not to the end of the scaled context."""
+    model, whole = scaled(kind), ORIGINAL if kind in ("dynamic", "longrope") else LONG
+    assert Generator(model, page_size=4).packed_length == whole
+    each = Generator(model, page_size=4)._executor.store.bytes_per_page()
+    small = Generator(model, page_size=4, cache_bytes=20 * each)
+    assert small.packed_length == min(whole, 80) < LONG
+    ready = Ready(small.limit, small.kind, "", None, small.packed_length)
+    service: Any = SimpleNamespace(engine=SimpleNamespace(ready=ready), defaults={})
+    for prompt, more, room in (
+        ([5] * 10, {}, small.packed_length - 10),
+        ([5] * 10, {"max_tokens": LONG - 10}, LONG - 10),
+        ([5] * (LONG - 1), {}, 1),
+    ):
+        chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], **more)
+        assert Service.room(service, prompt, chat) == room
 
 
 @pytest.mark.parametrize("kind", ROPES)
