@@ -42,6 +42,7 @@ def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
 def as_the_buffer(ep: int, k: int, factor: float, drop: bool) -> None:
     """Output, loss and all gradients of one layer in fp64."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    mesh_for({"dp_shard": world})  # the newest one is an earlier test's
     settings = {"k": k, "capacity_factor": factor, "drop_tokens": drop, "top2_2nd_expert_sampling": False}
     layer, twin = layer_of(ep, **settings).double(), layer_of(1, **settings).double()
     layer.set_deepspeed_parallelism()
