@@ -342,13 +342,11 @@ class PipelineModule(nn.Module):
         if self._checkpointable is not None:
             return all(_name(self._specs[layer]) in self._checkpointable for layer in layers)
         # A client's function may be a reentrant one, which cuts off an embedding that gets token ids.
-        tied = not self._has_own_function
-        modules = [
-            module
-            for layer in layers
-            if (module := self._module_of(layer) if tied else self._modules.get(str(layer))) is not None
-        ]
-        return any(next(module.parameters(), None) is not None for module in modules)
+        if self._has_own_function:
+            modules = [self._modules.get(str(layer)) for layer in layers]
+        else:
+            modules = [self._module_of(layer) for layer in layers]
+        return any(module is not None and next(module.parameters(), None) is not None for module in modules)
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
 
