@@ -91,16 +91,19 @@ def test_each_instruction_set_has_products_in_vectors(kind) -> None:
         assert times[name] < 0.6 * times["portable"], times
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_length": 20}, {"max_new_tokens": 3}])
-@pytest.mark.parametrize("length", [5, 19, 40])
+@pytest.mark.parametrize(
+    ("length", "settings"),
+    [
+        *((length, settings) for length in (5, 19, 40) for settings in ({}, {"max_new_tokens": 3})),
+        *((length, {"max_length": 20}) for length in (5, 19)),
+    ],
+)
 def test_a_call_without_a_length_ends_where_that_of_transformers_does(settings: dict[str, int], length: int) -> None:
     from transformers import GenerationConfig
 
     model = llama(max_position_embeddings=48)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **settings)
     ids = torch.arange(1, length + 1)[None]
-    if settings.get("max_length", length + 1) <= length:
-        return  # Transformers refuses it
     own = model.generate(ids, attention_mask=torch.ones_like(ids))
     engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
     assert engine._injected is not None
