@@ -1,4 +1,4 @@
-// Common code of the AVX-512 products. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
+// Common code of the vector products; sums are those of AVX-512. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
 // added together in one tree.
 #pragma once
 
