@@ -19,6 +19,8 @@ NEWEST_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 # Two at a time, file by file: one alone leaves a core idle while its ranks wait for each other.
 TWICE := -n 2 --dist loadfile
+# Some environments forbid compiled files: hundreds of short processes would then compile the package, each by itself.
+export PYTHONDONTWRITEBYTECODE :=
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package hosts))
 
 .PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors newest wheels licences

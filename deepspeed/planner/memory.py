@@ -29,6 +29,7 @@ from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.layout.placement import placement_of
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+_restricted = False  # whether a caller is inside of `young_objects`
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def measure_memory(
 
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
-    with _young_objects(), LiveMemory(category_of, _is_foreign) as live:
+    with young_objects(), LiveMemory(category_of, _is_foreign) as live:
         model = program.made_model()
         trained = [param for param in model.parameters() if param.requires_grad]
         count, optimizer = sum(param.numel() for param in model.parameters()), program.optimizer
@@ -228,16 +229,25 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 
 @contextlib.contextmanager
-def _young_objects() -> Iterator[None]:
-    """Restrict garbage collection inside the context to new objects, since imports create about a million others."""
-    if gc.get_freeze_count():  # by the caller, whose objects would be unfrozen too
+def young_objects() -> Iterator[None]:
+    """Restrict garbage collection inside the context to new objects, since imports create about a million others.
+
+    Many runs share one such context: entering it counts those objects, which takes as long as a small run.
+    """
+    global _restricted
+    if _restricted:
         yield
         return
-    gc.freeze()
+    own = not gc.get_freeze_count()  # those of the caller would be unfrozen too
+    if own:
+        gc.freeze()
+    _restricted = True
     try:
         yield
     finally:
-        gc.unfreeze()
+        _restricted = False
+        if own:
+            gc.unfreeze()
 
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.moe.structure import find_experts
 from deepspeed.ops.fake_tensors import Valueless
 from deepspeed.planner.fake_world import without_values
-from deepspeed.planner.memory import MemoryCount, simulate
+from deepspeed.planner.memory import MemoryCount, simulate, young_objects
 from deepspeed.planner.mesh_options import MeshShape, asks_for_axes, shapes
 from deepspeed.planner.step_time import (
     StepTime,
@@ -416,6 +416,7 @@ def _step_time(
     return step_time(recording, share, _UPDATES, machine, besides)
 
 
+@young_objects()
 def search(
     task: Task,
     machine: Machine,

@@ -393,11 +393,6 @@ def test_pages_of_an_allowed_origin_may_read_answers_and_errors(odd: InlineServe
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_without_the_option_no_page_may(server: Any) -> None:
-    answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://page.example"})
-    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
-
-
 @pytest.mark.slow
 def test_a_process_says_its_ends_and_defaults_and_clients_get_whole_answers(odd_folder: Path, tmp_path: Path) -> None:
     """The official client, whole and streamed, with its own dump of an answer in the next request."""

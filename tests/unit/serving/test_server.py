@@ -288,6 +288,11 @@ def test_mutated_requests(server: Server) -> None:
     mutations(server, 80)
 
 
+def test_without_the_option_no_page_may(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://page.example"})
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
 def test_a_dead_engine_is_seen_and_ends_the_server(server: Server) -> None:
     """The last test of this server."""
     dead_engine(server)
