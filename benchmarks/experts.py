@@ -6,7 +6,9 @@ Sides, on the same weights and batches, fp32, AdamW, which take turns in random 
 - `transformers`: Transformers' own expert parallelism (`DistributedConfig`), which needs its FSDP2;
 - `torch` and `torch-again` (A/A): a composition written out: the model's own experts on this rank's half, tokens sorted
   by expert, two uneven all-to-alls of torch over gloo, gradients of what is not an expert averaged in one bucket;
-- `whole-3`: ZeRO 3 without expert parallelism.
+- `whole-3`: ZeRO 3 without expert parallelism;
+- `alone`: no side of the comparison, but the floor of all that divide: the model's own code on a rank's share of the
+  experts, as many rows as arrive when routing is balanced, the update of a share of the elements, and no message.
 
 `--parts` times parts instead: a layer of experts beside its grouped products alone and its bytes at the bandwidth of a
 large copy between the ranks; the same layer beside the model's own forward on the rows that arrive and those bytes (the
@@ -34,7 +36,7 @@ SHAPES = {  # experts, choices
     "64x8": (64, 8),
 }
 WIDTH, INNER, LAYERS, VOCABULARY, TOKENS = 256, 512, 4, 2048, 512
-SIDES = ["engine", "engine-3", "transformers", "torch", "torch-again", "whole-3"]
+SIDES = ["engine", "engine-3", "transformers", "torch", "torch-again", "whole-3", "alone"]
 PEERS = ("transformers", "torch", "whole-3")
 BAR, SAME_LOSS, LEARNING_RATE = 0.95, 1e-4, 1e-3
 PARTS = ["layer", "floor", "model-floor", "exchange", "exchange-torch", "products", "matrix"]
@@ -92,6 +94,8 @@ def make_side(name: str, shape: str, folder: str, routing: str) -> Step:
         how = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
         return plain(mixtral(shape, folder, routing, distributed_config=how), [])
     model = mixtral(shape, folder, routing)
+    if name == "alone":
+        return alone(model)
     if name.startswith("torch"):
         divided = [divide(module) for module in model.modules() if type(module).__name__ == "MixtralExperts"]
         own = {param for params in divided for param in params}
@@ -143,6 +147,32 @@ def plain(model: nn.Module, averaged: list[nn.Parameter], own: set[Any] = frozen
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
+
+    return step
+
+
+def alone(model: nn.Module) -> Step:
+    """A step without messages; it has no loss that could be compared."""
+    experts = [module for module in model.modules() if type(module).__name__ == "MixtralExperts"]
+    updated = [param for module in experts for param in keep_local(module)]
+    for module in experts:
+        forward, local = module.forward, module.num_experts
+        module.forward = lambda hidden, index, weights, forward=forward, local=local: forward(
+            hidden, index % local, weights
+        )
+    own = set(updated)
+    dense = [param for param in model.parameters() if param not in own]
+    share, taken = sum(param.numel() for param in dense) / dist.get_world_size(), 0
+    for param in dense:  # whole parameters, up to a rank's share of the elements
+        if taken < share:
+            updated.append(param)
+            taken += param.numel()
+    optimizer = torch.optim.AdamW(updated, lr=LEARNING_RATE, foreach=False)
+
+    def step(ids: Tensor) -> Any:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        model.zero_grad()
 
     return step
 
