@@ -7,6 +7,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.layout.placement import placement_of
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
-_restricted = False  # whether a caller is inside of `young_objects`
+_restricted = ContextVar("_restricted", default=False)  # whether a caller is inside of `young_objects`
 
 
 @dataclass(frozen=True)
@@ -234,18 +235,17 @@ def young_objects() -> Iterator[None]:
 
     Many runs share one such context: entering it counts those objects, which takes as long as a small run.
     """
-    global _restricted
-    if _restricted:
+    if _restricted.get():
         yield
         return
     own = not gc.get_freeze_count()  # those of the caller would be unfrozen too
     if own:
         gc.freeze()
-    _restricted = True
+    token = _restricted.set(True)
     try:
         yield
     finally:
-        _restricted = False
+        _restricted.reset(token)
         if own:
             gc.unfreeze()
 
