@@ -51,11 +51,12 @@ class QuantTypeEnum(str, Enum):
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
     """Section `tensor_parallel`: weight matrices are split over groups of neighbouring ranks.
 
-    Args:
+    Attributes:
         tp_size: number of ranks per group; 1: no split.
         tp_group: process group of the `tp_size` neighbouring ranks; None: it is created.
         mpu: not available; must be None.
-        enabled, tp_grain_size: no effect.
+        enabled: no effect.
+        tp_grain_size: no effect.
     """
 
     enabled: bool = True
@@ -79,7 +80,7 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
 class BaseQuantConfig(DeepSpeedConfigModel):
     """Common keys of `quant.weight` and `quant.activation`.
 
-    Args:
+    Attributes:
         enabled: False: `dtype` int8 does not quantize.
         num_bits: 8 or 4.
         q_groups: number of scales per row of a matrix with 8 bits; 1 is used if it does not divide the row, and in the
@@ -96,7 +97,7 @@ class BaseQuantConfig(DeepSpeedConfigModel):
 class WeightQuantConfig(BaseQuantConfig):
     """Section `quant.weight`.
 
-    Args:
+    Attributes:
         quantized_initialization: packing format of all layers, for any `dtype`: keys num_bits, group_size, group_dim,
             symmetric (see `PackingFormat`).
         post_init_quant: {part of a layer's name: packing format}; only matching layers are packed.
@@ -128,7 +129,7 @@ class QuantizationConfig(DeepSpeedConfigModel):
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
     """Section `checkpoint_config`.
 
-    Args:
+    Attributes:
         checkpoint_dir: same as the key `checkpoint`, which has priority.
         save_mp_checkpoint_path: folder to which the weights are written (only with `tp_size` 1); None: not written.
         base_dir: base of relative paths; the key `base_dir` outside of this section has priority. None: the working

@@ -26,7 +26,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
 
     Keys of unavailable features raise NotAvailableError in the engine (`check_supported`).
 
-    Args:
+    Attributes:
         tensor_parallel: alias `tp`; only one rank is available.
         state_manager: alias `manager`; limits of sequences, tokens and cache memory.
         quantization: not available.

@@ -36,7 +36,10 @@ class FusedLamb(GroupOptimizer):
 
         Args:
             params: whole tensors or group dicts (`optimizer.params.*` sets the other arguments).
-            lr, bias_correction, betas, eps: as in `FusedAdam`.
+            lr: as in `FusedAdam`, as are the next three.
+            bias_correction: whether the moments are corrected for their start at zero.
+            betas: decay rates of the moments.
+            eps: addend of the denominator.
             eps_inside_sqrt: whether eps is added before the square root, instead of after it.
             weight_decay: multiple of the weights added to the update.
             max_grad_norm: must be 0; use `gradient_clipping` instead.
