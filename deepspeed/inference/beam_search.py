@@ -7,7 +7,7 @@ continuations live on, on shared pages, and members without one take the place o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -202,10 +202,16 @@ class BeamGroup(SequenceGroup):
         for source in sources:
             member = source
             if source in order:
-                member = free.pop() if free else TokenSequence(self.lead.ident, [], self.lead.arrival, group=self)
+                member = free.pop() if free else self._new()
                 member.tokens[:] = source.tokens
                 scheduler.fork(source, member, source.computed)
             order.append(member)
         for member, token in zip(order, self.search.tokens, strict=True):
             member.tokens.append(token)
         self._order = order
+
+    def _new(self) -> TokenSequence:
+        """Return a further member, with the attributes of the lead and without tokens and pages."""
+        own = {"tokens": [], "pages": [], "computed": 0, "prefix": None, "registered": 0}
+        lead = {each.name: getattr(self.lead, each.name) for each in fields(TokenSequence)}
+        return TokenSequence(**{**lead, **own})
