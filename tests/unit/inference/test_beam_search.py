@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -144,23 +143,26 @@ def run_all(generator: Generator, requests: list[Request]) -> dict:
 
 
 def test_stop_strings_end_beams_as_end_tokens_do() -> None:
-    """A text that only one token has, as a stop string, and the token as an end token: the same answers."""
+    """A token of three digits as a stop string, and as an end token: the same answers."""
     model, prompt = llama(num_hidden_layers=1), prompts((9,))[0]
-    plain = SamplingParams(max_new_tokens=12, beams=3, ignore_eos=True)
+    options = {"max_new_tokens": 12, "beams": 3, "ignore_eos": True, "length_penalty": -2.0}
     generator = Generator(model, tokenizer=Numbers())
-    (best, *_) = submitted(generator, [Request(0, prompt, plain)])[0].beams
-    token = best.tokens[4]
+    plain = submitted(generator, [Request(0, prompt, SamplingParams(**options))])[0].beams
+    token = next(token for token in plain[0].tokens[2:] if token >= 100)
     ways = {"token": {"stop_token_ids": (token,)}, "text": {"stop": (f" {token}", "never")}}
-    both = {
-        name: SamplingParams(max_new_tokens=12, beams=3, ignore_eos=True, min_new_tokens=least, **way)
-        for (name, way), least in itertools.product(ways.items(), (0,))
-    }
-    found = submitted(generator, [Request(name, prompt, sampling) for name, sampling in both.items()])
-    texts = {name: [beam.tokens for beam in output.beams] for name, output in found.items()}
-    assert any(beam.matched == token for beam in found["token"].beams)
-    shared = [beam for beam in found["text"].beams if beam.matched == f" {token}"]
-    assert shared and all(f" {token}" in Numbers().decode(beam.tokens) for beam in shared)
-    assert texts["token"][0] == texts["text"][0] or f" {token}" in Numbers().decode(texts["token"][0][:-1])
+    for least in (0, 6):
+        both = {
+            name: Request(name, prompt, SamplingParams(**options, **way, min_new_tokens=least))
+            for name, way in ways.items()
+        }
+        found = submitted(generator, list(both.values()))
+        if not least:
+            by_token, by_text = (found[name].beams for name in ways)
+            assert [beam.tokens for beam in by_token] == [beam.tokens for beam in by_text] != [b.tokens for b in plain]
+            assert [beam.score for beam in by_token] == [beam.score for beam in by_text]
+            assert {beam.matched for beam in by_token} >= {token} and {b.matched for b in by_text} >= {f" {token}"}
+        else:
+            assert all(len(beam.tokens) > least for output in found.values() for beam in output.beams)
 
 
 def test_a_cancel_frees_all_beams() -> None:

@@ -79,6 +79,11 @@ class GroupMachine(Machine):
         if not group.take(share, torch.zeros(share.wanted, 3), self.scheduler):
             self.finish(group.lead.ident)
 
+    def plain_step(self) -> None:
+        """A step without drafts."""
+        self.steps = 0
+        self.step()
+
     def finish(self, ident: str) -> None:
         track = self.tracks.pop(ident)
         for member in list(track.group.members) if isinstance(track.group, BeamGroup) else [track]:
@@ -127,10 +132,10 @@ def random_run(seed: int) -> tuple[int, int]:
 
 def test_groups_in_every_order_keep_the_pages_and_progress() -> None:
     preempted, steps = 0, 0
-    for seed in range(60):
+    for seed in range(300):
         found = random_run(seed)
         preempted, steps = preempted + found[0], steps + found[1]
-    assert preempted > 30 and steps > 600
+    assert preempted > 50 and steps > 2000
 
 
 @pytest.mark.parametrize("length", [7, 8])
@@ -138,11 +143,11 @@ def test_groups_in_every_order_keep_the_pages_and_progress() -> None:
 def test_answers_compute_the_prompt_once_and_share_its_pages(length: int, reuse: bool) -> None:
     machine = GroupMachine(0, 40, 4, 30, 8, None, reuse)
     machine.submit_answers("a", list(range(length)), 3, 5)
-    machine.step()
+    machine.plain_step()
     assert machine.computed == length and len(machine.scheduler.running) == 5
     pages = [track.pages for track in machine.scheduler.running]
     assert all(each == pages[0] for each in pages), "also the last page, which is not full"
-    machine.step()
+    machine.plain_step()
     assert machine.computed == length + 5
     pages = [track.pages for track in machine.scheduler.running]
     assert len({each[0] for each in pages}) == 1 and len({each[-1] for each in pages}) == 5
@@ -152,10 +157,10 @@ def test_answers_compute_the_prompt_once_and_share_its_pages(length: int, reuse:
 def test_one_that_comes_late_or_is_left_takes_the_pages_too() -> None:
     machine = GroupMachine(0, 40, 4, 30, 2, None, False)
     machine.submit_answers("a", list(range(9)), 5, 3)
-    machine.step()
+    machine.plain_step()
     assert machine.computed == 9 and len(machine.scheduler.running) == 2
     machine.finish("a.0")
-    machine.step()
+    machine.plain_step()
     assert machine.computed == 9 + 2, "the last token of the prompt, for its logits, and one of the other"
     first, second = machine.scheduler.running
     assert first.pages[:2] == second.pages[:2] and second.reused == 8
