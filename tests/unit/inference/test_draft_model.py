@@ -155,3 +155,26 @@ def test_draft_models_that_do_not_fit_are_refused(model) -> None:
         Generator(model, draft_model=model)
     with pytest.raises(NotAvailableError, match="cannot be a draft model"):
         Generator(model, draft_model=mamba(), speculation=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "layers:24"])
+def test_the_trained_model_with_itself_in_integers_or_pruned_as_draft(kind: str) -> None:
+    """Greedy and drawn tokens of a few held-out prompts, in one batch."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.draft_model import draft_of
+    from benchmarks.trained_guesses import asked
+    from tests import trained
+
+    folder = trained.base()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    given = [prompts[0][:200] for prompts in asked(AutoTokenizer.from_pretrained(folder), 1).values()]
+    options = {"cache_bytes": 1 << 27, "prefix_cache": False}
+    mixed = [Request((i, hot is HOT), prompt, hot) for i, prompt in enumerate(given) for hot in (GREEDY, HOT)]
+    found = {}
+    for draft in (None, draft_of(target, kind)):
+        generator = Generator(target, draft_model=draft, speculation=4 if draft is not None else 0, **options)
+        found[draft is None] = {ident: one[0] for ident, one in run(generator, mixed).items()}
+    assert found[True] == found[False] and free(generator)
+    assert rate(generator) > (0.4 if kind == "int8" else 0) and generator.load().drafts
