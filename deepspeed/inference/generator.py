@@ -522,8 +522,9 @@ class Generator:
 
     def _guess(self, sequence: Any, most: int) -> list[int]:
         proposer = getattr(sequence, "proposer", None)
-        most = min(most, self._most_drafts(sequence)) if proposer is not None else 0
-        return proposer.guess(sequence.tokens, most) if most > 0 else []
+        if proposer is None or (most := min(most, self._most_drafts(sequence))) <= 0:
+            return []
+        return proposer.guess(sequence.tokens, most)
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Accept the next token of a sequence, and one more after each correct draft; return its output, if any.
