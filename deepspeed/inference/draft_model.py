@@ -19,7 +19,7 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
 
 LONGEST, SHORTEST = 3, 2  # lengths of the matched n-grams
-TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that is needed
+TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that pays for their verification
 MOST_NEEDED = 0.9  # largest acceptance rate that is needed, however expensive the draft model is
 REST = 64  # turns without drafts after a negative decision
 
@@ -180,7 +180,7 @@ class DraftModel:
             raise NotAvailableError(f"{type(model).__name__} cannot be a draft model: it cannot be batched: {why}")
         limits = [limit for limit in (length_limit(model), packed_limit(model)) if limit is not None]
         self._limit = min(limits, default=None)
-        self.pays = min(max(PAYS, _bytes_of(model) / max(_bytes_of(target), 1)), MOST_NEEDED)
+        self.pays = min(PAYS + _bytes_of(model) / max(_bytes_of(target), 1), MOST_NEEDED)
         self._executor.store = self._executor.store.resized(pool.count, pool.size)
         self.pages = BlockPool(pool.count, pool.size, pool.reuse)
         self.scheduler = Scheduler(self.pages, self._copy, max_tokens, max_sequences)
