@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ class ByteDetokenizer:
         self._table = table
         self._first = all(table.wordless(token) for token in before)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def fork(self) -> ByteDetokenizer:
+        """Return an independent decoder in the same state."""
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     @property
     def incomplete(self) -> bool:
@@ -59,6 +67,12 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = list(before)
         self._begun, self._shown = 0, len(self._tokens)  # start of the decoded context, and end of the returned text
+
+    def fork(self) -> Detokenizer:
+        """Return an independent decoder in the same state."""
+        other = copy.copy(self)
+        other._tokens = list(self._tokens)
+        return other
 
     def piece(self, token: int) -> bytes:
         """Return the bytes that `token` would add here; none while a character is incomplete."""
@@ -125,6 +139,12 @@ class TextStream:
         self._early = 0  # characters of `_held` that come from the first `min_tokens` tokens
         self._tokens = self._characters = 0  # numbers so far
         self.matched: str | None = None
+
+    def fork(self) -> TextStream:
+        """Return an independent stream in the same state."""
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer.fork()
+        return other
 
     def piece(self, token: int) -> bytes:
         """Return the bytes that `token` would add to the text here."""

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import psutil
 import torch
@@ -18,7 +19,9 @@ from deepspeed.errors import LengthError, RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.transformers_model import vocabulary_size
+from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
+from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -34,7 +37,7 @@ from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import Logprob, Output, Request, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.sampling_params import SamplingParams
-from deepspeed.inference.scheduler import Scheduler, TokenSequence
+from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -44,23 +47,21 @@ _NO_NUMBERS = (
     "text overflows its dtype; try bf16 or fp32"
 )
 CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
-# Speculative decoding.
-LONGEST, SHORTEST = 3, 2  # lengths of the matched n-grams
-TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that is needed
-REST = 64  # tokens without drafts after a negative decision
-DRAFTING_STREAMS = 8  # more sequences make a pass compute-bound, and a draft as expensive as a token
+DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Load of a generator: numbers of requests, of pages of the KV cache, and of preemptions so far.
+    """Load of a generator: numbers of requests, of pages of the KV cache, and of preemptions and drafts so far.
 
     Args:
-        running: requests in the batch.
-        waiting: requests in the queue.
+        running: requests in the batch; each beam counts.
+        waiting: requests in the queue; each beam counts.
         free_pages: pages that can be allocated now (free ones, and evictable ones of the prefix cache).
         pages: all pages.
         preemptions: running requests that returned to the queue because the cache was full.
+        drafts: draft tokens so far (speculative decoding).
+        accepted: those of them that were the request's own tokens.
     """
 
     running: int
@@ -68,58 +69,11 @@ class EngineStats:
     free_pages: int
     pages: int
     preemptions: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
 
 Load = EngineStats  # former name, still importable
-
-
-class NgramProposer:
-    """Draft proposer for one sequence: n-gram lookup in its tokens (prompt lookup decoding).
-
-    Drafts begin with two tokens, get twice as long when all are accepted, and half as long when few are. The proposer
-    pauses for `REST` tokens when too few drafts were accepted.
-
-    Args:
-        most: maximum number of draft tokens at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._length = min(2, most)
-        self._places: dict[tuple[int, ...], int] = {}
-        self._seen = 0
-        self._judged = self._held = self._resting = 0
-
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return draft tokens to follow `tokens`, at most `most`; an empty list without a match, and in a pause."""
-        self._learn(tokens)
-        if self._resting > 0:
-            self._resting -= 1
-            return []
-        for length in range(LONGEST, SHORTEST - 1, -1):
-            place = self._places.get(tuple(tokens[-length:])) if len(tokens) >= length else None
-            if place is not None:
-                return list(tokens[place : place + min(self._length, most)])
-        return []
-
-    def judge(self, guessed: int, held: int) -> None:
-        """Record that `held` of the last `guessed` draft tokens were accepted, to decide on a pause."""
-        if guessed and held == guessed:
-            self._length = min(2 * self._length, self.most)
-        elif 2 * held < guessed:
-            self._length = max(self._length // 2, 1)
-        self._judged, self._held = self._judged + guessed, self._held + held
-        if self._judged >= TRIAL:
-            if self._held < PAYS * self._judged:
-                self._resting = REST
-            self._judged = self._held = 0
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Index the n-grams of `tokens` that have a next token."""
-        for end in range(max(self._seen, SHORTEST), len(tokens)):
-            for length in range(SHORTEST, min(LONGEST, end) + 1):
-                self._places[tuple(tokens[end - length : end])] = end
-        self._seen = max(self._seen, len(tokens))
 
 
 class _LiveSequence(TokenSequence):
@@ -131,7 +85,8 @@ class _LiveSequence(TokenSequence):
         super().__init__(request.ident, tokens, arrival)
         self.sampling, self.stream = request.sampling, stream
         self.sampler = Sampler(request.sampling, self.tokens, ends)
-        self.proposer: NgramProposer | None = None
+        self.proposer: Proposer | None = None
+        self.beams: BeamGroup | None = None
         self.thread: Thread | None = None
         self.new: list[int] = []
         self.logprobs: list[Logprob] = []
@@ -188,7 +143,16 @@ class _LiveSequence(TokenSequence):
         elif self.reason == "error":
             error = _NO_NUMBERS.format(self.sampler.count)
         new, self.new, self.logprobs = self.new, [], []
-        return Output(self.ident, new, logprobs, self.reason, self.matched, error)
+        answers = None
+        if self.beams is not None and self.reason in ("stop", "length"):
+            answers = self.beams.search.results()
+        return Output(self.ident, new, logprobs, self.reason, self.matched, error, answers)
+
+    def take_beams(self) -> None:
+        """Record the best answer of a finished beam search, and set `reason`."""
+        best = self.beams.search.results()[0]  # type: ignore[union-attr]
+        self.new, self.logprobs = list(best.tokens), list(best.logprobs or ())
+        self.reason, self.matched = best.finish_reason, best.matched
 
 
 class Generator:
@@ -208,18 +172,20 @@ class Generator:
         max_sequences: maximum number of running sequences.
         max_length: maximum number of tokens of prompt and answer together; None: the model's own limit.
         prefix_cache: reuse the KV cache of earlier requests with the same first tokens.
-        speculation: maximum number of draft tokens per sequence and pass (n-gram lookup); 0: no speculative decoding.
-            The output does not change.
+        speculation: maximum number of draft tokens per sequence and pass; 0: no speculative decoding. The output does
+            not change.
+        draft_model: causal LM with the same vocabulary that proposes the draft tokens, with a KV cache of as many
+            pages; None: n-gram lookup.
         prompt_chunk: maximum number of prompt tokens in a pass with decoding sequences; None: twice the number of
             those, but at least 16 and at most 32.
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
 
     Raises:
-        RequestError: a size is below 1, max_length is below 2 or above the model's limit, or cache_bytes is less than
-            one page.
+        RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
+            one page, or draft_model has another vocabulary or no speculation to serve.
         ArgumentError: lossless_weights with a model that is being trained.
-        NotAvailableError: the model's experts are divided among ranks.
+        NotAvailableError: the model's experts are divided among ranks, or draft_model cannot be batched.
     """
 
     def __init__(
@@ -234,6 +200,7 @@ class Generator:
         max_length: int | None = None,
         prefix_cache: bool = True,
         speculation: int = 0,
+        draft_model: nn.Module | None = None,
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
     ) -> None:
@@ -254,6 +221,10 @@ class Generator:
         warn_of(model, self._executor, self.why)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
         self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
+        self._draft = self._make_draft(draft_model, lossless_weights)
+        self._drafts = self._accepted_drafts = 0
+        self._groups: WeakValueDictionary[Hashable, SequenceGroup] = WeakValueDictionary()
+        self._draft_groups: WeakKeyDictionary[SequenceGroup, SequenceGroup] = WeakKeyDictionary()
         self._live: dict[Hashable, _LiveSequence] = {}
         self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # requests that run `generate`
         # Their threads wait and hold the model; a finalizer ends them with the generator.
@@ -280,6 +251,14 @@ class Generator:
         self._executor.store = probed.resized(pages, page_size)
         return pages
 
+    def _make_draft(self, model: nn.Module | None, lossless_weights: bool) -> DraftModel | None:
+        if model is None:
+            return None
+        if not self._speculation:
+            raise RequestError("draft_model needs speculation, the number of tokens that it proposes, at least 1")
+        sizes = self._scheduler.max_tokens, self._scheduler.max_sequences
+        return DraftModel(model, self.model, self.pages, *sizes, lossless_weights)
+
     @staticmethod
     def _end_tokens(model: Any) -> frozenset[int]:
         """Return the end tokens of the model's generation config or, if it has none, of its config."""
@@ -300,7 +279,8 @@ class Generator:
 
         Raises:
             RequestError: the prompt is empty, a token of the prompt or of the options is outside of the vocabulary, the
-                ident is in use, or stop strings have no tokenizer.
+                ident is in use, stop strings have no tokenizer, the group has another prompt, there are more beams than
+                sequences may run, or beams of a model that generates by its own `generate`.
             LengthError: prompt and answer exceed the limit of the generator or of the cache; also a RequestError.
             UsageError: the generator is closed.
         """
@@ -311,16 +291,19 @@ class Generator:
             self._check(request, tokens)
             length = len(tokens) + sampling.max_new_tokens
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
-            if not alone and not self._scheduler.fits(length):
-                room = self.pages.count * self.pages.size
+            if alone and sampling.beams > 1:
+                raise RequestError("beams are not available for this request, which runs the model's own generate")
+            if not alone and not self._scheduler.fits(length, sampling.beams, len(tokens)):
+                room, beams = self.pages.count * self.pages.size, f" in {sampling.beams} beams"
                 raise LengthError(
-                    f"prompt and new tokens are {length}, over the {room} tokens that the cache has room for; raise "
-                    "cache_bytes or ask for fewer"
+                    f"prompt and new tokens are {length}{beams if sampling.beams > 1 else ''}, over the {room} tokens "
+                    "that the cache has room for; raise cache_bytes or ask for fewer"
                 )
             stream = None
             if sampling.stop:
                 stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
             sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
+            self._join_group(sequence, request.group)
             self._arrivals += 1
             self._live[request.ident] = sequence
             if alone:
@@ -333,8 +316,32 @@ class Generator:
                 sequence.thread = Thread(self.model, sequence.tokens, sampling.max_new_tokens, choose)
                 self._fallback_requests[request.ident] = sequence
             else:
-                sequence.proposer = NgramProposer(self._speculation) if self._speculation else None
+                sequence.proposer = self._proposer(sequence)
                 self._scheduler.add(sequence)
+
+    def _join_group(self, sequence: _LiveSequence, name: Hashable | None) -> None:
+        """Set the group of a new sequence; RequestError if the other requests of the group have another prompt."""
+        if sequence.sampling.beams > 1:
+            stops = frozenset(sequence.sampler.stops)
+            search = BeamSearch(sequence.sampling, stops, sequence.stream)
+            sequence.group = sequence.beams = BeamGroup(search, sequence)
+        elif name is not None:
+            group = self._groups.get(name)
+            if group is None or not group.members:
+                group = self._groups[name] = SequenceGroup(len(sequence.tokens))
+            elif group.members[0].tokens[: group.common] != sequence.tokens:
+                raise RequestError(f"the requests of the group {name!r} have to have the same prompt")
+            sequence.group = group
+
+    def _proposer(self, sequence: _LiveSequence) -> Proposer | None:
+        if not self._speculation or sequence.beams is not None:
+            return None
+        if self._draft is None:
+            return NgramProposer(self._speculation)
+        group = None
+        if sequence.group is not None:
+            group = self._draft_groups.setdefault(sequence.group, SequenceGroup(sequence.group.common))
+        return self._draft.proposer(sequence, self._speculation, group)
 
     def step(self) -> list[Output]:
         """Admit waiting requests and run a forward pass; up to `max_sequences` requests on `generate` run for a token.
@@ -391,7 +398,8 @@ class Generator:
             alone = min(len(self._fallback_requests), self._scheduler.max_sequences)
             running = len(self._scheduler.running) + alone
             waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
-            return EngineStats(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
+            drafts = self._scheduler.preemptions, self._drafts, self._accepted_drafts
+            return EngineStats(running, waiting, self.pages.available, self.pages.count, *drafts)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
@@ -440,6 +448,8 @@ class Generator:
             if self._live:
                 raise UsageError(f"{len(self._live)} requests are under way; weights change between them")
             self.pages.forget_all()
+            if self._draft is not None:
+                self._draft.pages.forget_all()
 
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
@@ -449,6 +459,8 @@ class Generator:
             self._closed = True
             if self._executor is not None:
                 self._executor.store.layers.clear()
+            if self._draft is not None:
+                self._draft.close()
 
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)
@@ -472,29 +484,52 @@ class Generator:
             for token in getattr(request.sampling, name) if self.vocabulary is not None else ():
                 if token >= self.vocabulary:
                     raise RequestError(f"{token} in {name} is no token of a vocabulary of {self.vocabulary}")
+        if request.sampling.beams > self._scheduler.max_sequences:
+            most = self._scheduler.max_sequences
+            raise RequestError(f"{request.sampling.beams} beams are more than the {most} sequences that may run")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
 
     def _packed_step(self) -> list[Output]:
         streams = sum(sequence.decodes for sequence in self._scheduler.running)
         drafting = self._speculation and streams <= DRAFTING_STREAMS
+        if drafting and self._draft is not None:
+            self._prepare_drafts(self._draft)
         slices = self._scheduler.plan(self._guess if drafting else None)
+        if not slices:
+            return []
         even = getattr(self._executor, "even", False)
         logits = self._executor.run(RaggedBatch(slices, self.pages.size, device_of(self.model), even))
         chosen = largest(logits) if len(logits) else []
         outputs, first = [], 0
         for rows in slices:
             span = slice(first, first + rows.wanted)
-            outputs += self._accept(rows, logits[span], chosen[span])
+            accept = self._accept_beam if isinstance(rows.sequence.group, BeamGroup) else self._accept
+            outputs += accept(rows, logits[span], chosen[span])
             first += rows.wanted
         return outputs
 
+    def _prepare_drafts(self, draft: DraftModel) -> None:
+        wanted = []
+        for sequence in self._scheduler.running:
+            if sequence.decodes and isinstance(proposer := getattr(sequence, "proposer", None), DraftProposer):
+                wanted.append((proposer, sequence.tokens, self._most_drafts(sequence)))
+        draft.prepare(wanted)
+
+    @staticmethod
+    def _most_drafts(sequence: Any) -> int:
+        return sequence.sampling.max_new_tokens - sequence.sampler.count - 1
+
     def _guess(self, sequence: Any, most: int) -> list[int]:
-        most = min(most, sequence.sampling.max_new_tokens - sequence.sampler.count - 1)
-        return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
+        proposer = getattr(sequence, "proposer", None)
+        if proposer is None or (most := min(most, self._most_drafts(sequence))) <= 0:
+            return []
+        return proposer.guess(sequence.tokens, most)
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Accept the next token of a sequence, and one more after each correct draft; return its output, if any.
+
+        Waiting sequences of its group get their first token from the same logits.
 
         Args:
             rows: slice of the sequence in the last pass.
@@ -502,6 +537,24 @@ class Generator:
             chosen: argmax of each row; negative if the row is not finite.
         """
         sequence, drafts = rows.sequence, rows.drafts
+        begins = sequence.sampler.count == 0
+        accepted = self._take(sequence, drafts, logits, chosen)
+        self._scheduler.advance(rows, accepted)
+        if drafts:
+            self._drafts += len(drafts)
+            self._accepted_drafts += max(len(accepted) - 1, 0)
+            if sequence.proposer is not None:
+                sequence.proposer.judge(len(drafts), len(accepted) - 1)
+        outputs = self._output_of(sequence, accepted)
+        if begins and accepted and sequence.group is not None:
+            outputs += self._begin_others(sequence, logits[:1], chosen[:1])
+        if sequence.reason is not None:
+            self._forget(sequence)
+        return outputs
+
+    @staticmethod
+    def _take(sequence: _LiveSequence, drafts: Sequence[int], logits: torch.Tensor, chosen: list[int]) -> list[int]:
+        """Return the next tokens of a sequence: one, and one more after each correct draft."""
         accepted: list[int] = []
         for place, token in enumerate(chosen):
             if token < 0:
@@ -515,12 +568,49 @@ class Generator:
                 break
             if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
                 break
-        self._scheduler.advance(rows, accepted)
-        if sequence.proposer is not None and drafts:
-            sequence.proposer.judge(len(drafts), len(accepted) - 1)
-        if sequence.reason is not None:
-            self._forget(sequence)
+        return accepted
+
+    @staticmethod
+    def _output_of(sequence: _LiveSequence, accepted: list[int]) -> list[Output]:
         return [sequence.output()] if accepted or sequence.reason is not None else []
+
+    def _begin_others(self, source: _LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+        """Begin the waiting sequences of a group on the pages of `source`, whose prompt is computed.
+
+        Args:
+            source: running sequence of the group.
+            logits: logits after the prompt, [1, vocabulary].
+            chosen: their argmax.
+        """
+        outputs: list[Output] = []
+        for other in [each for each in source.group.members if each in self._scheduler.waiting]:  # type: ignore[union-attr]
+            if not isinstance(other, _LiveSequence) or other.sampler.count:  # preempted; it needs another row
+                continue
+            if self._scheduler.fork(source, other, source.group.common):  # type: ignore[union-attr]
+                accepted = self._take(other, (), logits, chosen)
+                other.tokens += accepted
+                outputs += self._output_of(other, accepted)
+                if other.reason is not None:
+                    self._forget(other)
+        return outputs
+
+    def _accept_beam(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+        """Accept the logits of a beam; return the output of the request if that ends it. Arguments as in `_accept`."""
+        group = rows.sequence.group
+        lead = group.lead
+        if lead.reason is not None:  # ended by another beam of this pass
+            return []
+        try:
+            if any(token < 0 for token in chosen):
+                lead.reason = "error"
+            elif not group.take(rows, logits, self._scheduler):
+                lead.take_beams()
+        except Exception as error:  # errors of the tokenizer
+            lead.fail(error)
+        if lead.reason is None:
+            return []
+        self._forget(lead)
+        return [lead.output()]
 
     def _generate_step(self, sequence: _LiveSequence) -> Output:
         """Generate one token of a request that runs the model's own `generate`, and return its output."""
@@ -537,8 +627,11 @@ class Generator:
 
     def _forget(self, sequence: _LiveSequence) -> None:
         del self._live[sequence.ident]
+        if sequence.proposer is not None:
+            sequence.proposer.close()
         if sequence.thread is not None:
             sequence.thread.cancel()
             del self._fallback_requests[sequence.ident]
         else:
-            self._scheduler.remove(sequence)
+            for member in [sequence] if sequence.beams is None else list(sequence.beams.members):
+                self._scheduler.remove(member)

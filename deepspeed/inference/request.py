@@ -126,11 +126,14 @@ class Request:
         ident: id chosen by the caller, unique among unfinished requests.
         tokens: token ids of the prompt, at least one.
         sampling: sampling and stopping options; default: greedy, at most 128 tokens.
+        group: id of several requests with the same prompt, which is computed once while one of them is unfinished;
+            their pages of the prompt are shared, also without a prefix cache. None: no group.
     """
 
     ident: Hashable
     tokens: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    group: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,25 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class Beam:
+    """Answer of a beam search.
+
+    Args:
+        tokens: all new tokens, including the end token or the tokens of the stop string.
+        score: sum of the tokens' log-probabilities divided by their number to the power of `length_penalty`.
+        logprobs: one for each of `tokens`; None if not requested.
+        finish_reason: "stop" or "length".
+        matched: the end token or stop string that ended it; else None.
+    """
+
+    tokens: list[int]
+    score: float
+    logprobs: list[Logprob] | None
+    finish_reason: str
+    matched: int | str | None = None
+
+
+@dataclass(frozen=True)
 class Output:
     """Output of one step for one request.
 
@@ -159,6 +181,8 @@ class Output:
         finish_reason: None while unfinished; "stop" (end token or stop string), "length", "cancelled", "error".
         matched: the end token or stop string that ended the request; else None.
         error: message of an error; other requests continue.
+        beams: answers of a beam search, the best first; the other fields have the best one. None: no beam search, or
+            it did not finish.
     """
 
     ident: Hashable
@@ -167,3 +191,4 @@ class Output:
     finish_reason: str | None = None
     matched: int | str | None = None
     error: str | None = None
+    beams: tuple[Beam, ...] | None = None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from deepspeed.errors import RequestError
 
 _MOST = 3e38  # a bias must be finite in fp32
+BEAM_OPTIONS = {
+    "max_new_tokens", "min_new_tokens", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "index", "beams",
+    "length_penalty", "early_stopping",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,15 @@ class SamplingParams:
         stop: one or more strings that end the text, even across token boundaries; needs the generator's tokenizer.
         stop_token_ids: end tokens in addition to the model's own.
         ignore_eos: do not stop at the model's own end tokens.
+        beams: number of beams of a beam search; 1: none. With beams, options that change or draw from the logits are
+            refused; the others are `BEAM_OPTIONS`.
+        length_penalty: beams are ordered by the sum of their log-probabilities divided by their number of new tokens
+            to the power of `length_penalty`; above 0 favours long ones.
+        early_stopping: when a beam search ends: True: as soon as `beams` answers are finished; False: when no better
+            one is likely; "never": when no better one is possible.
 
     Raises:
-        RequestError: an option is out of range; the message names it.
+        RequestError: an option is out of range, or not available with beams; the message names it.
     """
 
     max_new_tokens: int = 128
@@ -59,6 +70,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -79,6 +93,20 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_range(name, -math.inf, math.inf)
         self._check_tokens()
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        self._check_whole("beams", 1)
+        self._check_range("length_penalty", -math.inf, math.inf)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(f'early_stopping has to be true, false or "never", not {self.early_stopping!r}')
+        changed = [name for name, default in _defaults().items() if getattr(self, name) != default]
+        if self.beams == 1:
+            for name in ("length_penalty", "early_stopping"):
+                if name in changed:
+                    raise RequestError(f"{name} needs beams, at least 2")
+        elif others := [name for name in changed if name not in BEAM_OPTIONS]:
+            raise RequestError(f"{others[0]} is not available with beams, which follow the model's own probabilities")
 
     def _check_tokens(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -105,6 +133,13 @@ class SamplingParams:
         if not fits or (above and value == least) or (math.isinf(value)):
             bound = "over" if above else "from"
             raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
+
+
+def _defaults() -> dict[str, Any]:
+    return {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(SamplingParams)
+    }
 
 
 Sampling = SamplingParams  # former name, still importable

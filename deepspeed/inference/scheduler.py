@@ -16,6 +16,21 @@ from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
 
 
 @dataclass(eq=False)
+class SequenceGroup:
+    """Sequences with the same first tokens, which share the pages of these: answers to one prompt, or beams.
+
+    While one of them computes the common tokens, the others wait; then they begin on its pages.
+
+    Attributes:
+        common: number of first tokens that are the same in all members.
+        members: running and waiting sequences.
+    """
+
+    common: int
+    members: list[TokenSequence] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class TokenSequence:
     """Tokens of one sequence. Keys and values of its first `computed` tokens are in the cache blocks `pages`."""
 
@@ -27,6 +42,7 @@ class TokenSequence:
     prefix: PrefixBlock | None = None  # node above the next full block in the prefix tree; None: not added
     registered: int = 0  # number of leading blocks added to the prefix tree
     reused: int = 0  # number of tokens reused from other sequences on admission
+    group: SequenceGroup | None = None
 
     @property
     def pending(self) -> int:
@@ -75,13 +91,16 @@ class Scheduler:
         """Whether there are neither running nor waiting sequences."""
         return not self.running and not self.waiting
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of this many tokens fits into the cache alone."""
-        return self._pages_for(tokens) <= self.pool.count
+    def fits(self, tokens: int, beams: int = 1, common: int = 0) -> bool:
+        """Whether `beams` sequences of this many tokens, of which the first `common` are shared, fit into the cache."""
+        shared = common // self.pool.size
+        return shared + beams * (self._pages_for(tokens) - shared) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
         """Append a sequence to the queue; the caller has to check `fits` for its maximum length."""
         self.waiting.append(sequence)
+        if sequence.group is not None:
+            sequence.group.members.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence; its blocks return to the pool at once."""
@@ -89,7 +108,55 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        if sequence.group is not None:
+            sequence.group.members.remove(sequence)
         self._drop(sequence)
+
+    def fork(self, source: TokenSequence, target: TokenSequence, length: int) -> bool:
+        """Let `target` continue after the first `length` tokens of `source`, on the same pages.
+
+        A full page stays shared; the last one is copied when one of its sequences writes to it. What `target` had
+        computed before is dropped. A new `target` joins its group.
+
+        Args:
+            source: sequence of which `length` tokens are computed, or a waiting one.
+            target: running, waiting or new sequence. Its `tokens` begin with those of `source`.
+            length: number of shared tokens.
+
+        Returns:
+            Whether `target` runs; otherwise it waits, since no further sequence may run or the pool is short of blocks.
+        """
+        if target.group is not None and target not in target.group.members:
+            target.group.members.append(target)
+        runs = target in self.running
+        waits = not runs and target in self.waiting
+        if not source.computed or not (runs or self._may_run(target)):
+            if runs:
+                self.running.remove(target)
+                self._drop(target)
+            if not waits:
+                self._queue(target)
+            return False
+        if waits:
+            self.waiting.remove(target)
+        if not runs:
+            bisect.insort(self.running, target, key=lambda other: other.arrival)
+        before = target.pages
+        self._share(source, target, length)
+        for page in reversed(before):
+            self.pool.release(page)
+        return True
+
+    def rewind(self, sequence: TokenSequence, length: int) -> None:
+        """Drop keys and values after the first `length` tokens of a sequence."""
+        if length >= sequence.computed:
+            return
+        keep = self._pages_for(length)
+        for page in reversed(sequence.pages[keep:]):
+            self.pool.release(page)
+        del sequence.pages[keep:]
+        sequence.computed = length
+        self._register_from(sequence, sequence, length)
 
     def plan(self, drafts: Callable[[TokenSequence, int], Sequence[int]] | None = None) -> list[BatchSlice]:
         """Plan the rows of the next pass and allocate their blocks.
@@ -123,6 +190,7 @@ class Scheduler:
                 left -= len(slices[sequence].tokens)
         if self.preemptions == before:  # otherwise blocks are short, and no sequence is admitted
             self._admit(slices, left, chunk)
+        self._unblock(slices)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
@@ -156,15 +224,21 @@ class Scheduler:
         if count <= 0:
             return 0
         start = sequence.computed
-        if drafts and self._pages_for(start + count + len(drafts)) - len(sequence.pages) > self.pool.available:
+        held = len(sequence.pages) - self._written_by_others(sequence)
+        if drafts and self._pages_for(start + count + len(drafts)) - held > self.pool.available:
             drafts = ()  # no preemption for drafts
         need = self._pages_for(start + count + len(drafts))
-        while need - len(sequence.pages) > self.pool.available:
+        while need - len(sequence.pages) + self._written_by_others(sequence) > self.pool.available:
             youngest = self.running[-1]
             self._preempt(youngest)
             slices.pop(youngest, None)  # the victim may be in this pass already
             if youngest is sequence:
                 return 0
+        if self._written_by_others(sequence):
+            place, page = start // self.pool.size, self.pool.take()
+            self._copy(sequence.pages[place], page)
+            self.pool.release(sequence.pages[place])
+            sequence.pages[place] = page
         while len(sequence.pages) < need:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
@@ -174,13 +248,25 @@ class Scheduler:
         slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
         return count
 
-    def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
-        """Admit waiting sequences, the oldest first, while the pass has rows for them and the pool has blocks."""
-        while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
-            sequence = self.waiting[0]
-            if not self._room_for(sequence):
+    def _written_by_others(self, sequence: TokenSequence) -> bool:
+        """Whether the block of the next token has to be copied first, because other sequences read it."""
+        place = sequence.computed // self.pool.size
+        return place < len(sequence.pages) and not self.pool.writable(sequence.pages[place])
+
+    def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int, reserve: bool = True) -> None:
+        """Admit waiting sequences, the oldest first, while the pass has rows for them and the pool has blocks.
+
+        `reserve`: whether blocks are left for the running sequences.
+        """
+        for sequence in list(self.waiting):
+            if len(self.running) >= self.max_sequences or min(left, chunk) <= 0:
                 return
-            self.waiting.popleft()
+            source, _ = self._source(sequence)
+            if source is not None and source.computed < source.group.common:  # type: ignore[union-attr]
+                continue  # until the common tokens are computed
+            if not self._room_for(sequence, reserve):
+                return
+            self.waiting.remove(sequence)
             bisect.insort(self.running, sequence, key=lambda other: other.arrival)
             self._reuse(sequence)
             scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
@@ -188,22 +274,74 @@ class Scheduler:
                 return
             left, chunk = left - scheduled, chunk - scheduled
 
-    def _room_for(self, sequence: TokenSequence) -> bool:
-        """Whether the pool has blocks for all tokens of a sequence, plus one for each running sequence.
+    def _unblock(self, slices: dict[TokenSequence, BatchSlice]) -> None:
+        """Make room for a waiting sequence if the pass is empty, since all running ones wait for others (beams)."""
+        while not slices and self.waiting and not any(sequence.pending for sequence in self.running):
+            self._admit(slices, self.max_tokens, self.max_tokens, reserve=False)
+            group = self.waiting[0].group if self.waiting else None
+            others = [other for other in self.running if group is None or other.group is not group]
+            if slices or not others:
+                return
+            self._preempt(others[-1])
+
+    def _may_run(self, sequence: TokenSequence) -> bool:
+        """Whether one more sequence may run on the blocks of another, with a block left for each running one."""
+        return len(self.running) < self.max_sequences and len(self.running) < self.pool.available
+
+    def _source(self, sequence: TokenSequence) -> tuple[TokenSequence | None, int]:
+        """Return the running member of the group with the most tokens in common, and the number of computed ones.
+
+        (None, 0): no other member runs. The last token of `sequence` never counts: its logits must be computed.
+        """
+        best, length = None, -1
+        for other in sequence.group.members if sequence.group is not None else ():
+            if other is sequence or not other.pages:
+                continue
+            most = min(other.computed, len(sequence.tokens) - 1)
+            same = min(most, sequence.group.common)  # type: ignore[union-attr]
+            while same < most and other.tokens[same] == sequence.tokens[same]:
+                same += 1
+            if same > length:
+                best, length = other, same
+        return best, max(length, 0)
+
+    def _room_for(self, sequence: TokenSequence, reserve: bool = True) -> bool:
+        """Whether the pool has blocks for all tokens of a sequence and, with `reserve`, one for each running sequence.
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
         """
         held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
-        need = self._pages_for(len(sequence.tokens)) - len(held)
-        return need + len(self.running) <= self.pool.available or not self.running
+        shared = max(len(held), self._source(sequence)[1] // self.pool.size)
+        need = self._pages_for(len(sequence.tokens)) - shared
+        return need + (len(self.running) if reserve else 0) <= self.pool.available or not self.running
+
+    def _share(self, source: TokenSequence, target: TokenSequence, length: int) -> None:
+        """Give `target` the blocks of the first `length` tokens of `source`; both may have to copy the last one."""
+        target.pages = source.pages[: self._pages_for(length)]
+        for page in target.pages:
+            self.pool.share(page)
+        target.computed = length
+        self._register_from(source, target, length)
+
+    def _register_from(self, source: TokenSequence, target: TokenSequence, length: int) -> None:
+        """Set the place of `target` in the prefix tree, for the first `length` tokens of `source`."""
+        node, full = source.prefix, min(source.registered, length // self.pool.size)
+        for _ in range(source.registered - full):
+            node = node.parent if node is not None else None
+        target.prefix, target.registered = node, full
 
     def _reuse(self, sequence: TokenSequence) -> None:
         """Assign cached blocks to the first tokens of a sequence (prefix caching).
 
-        Full blocks are shared. A block that matches partially is copied, if another is free: the sequence will write
-        to the copy.
+        Those of a running member of its group are taken if they are more. Full blocks are shared. A block that matches
+        partially is copied, if another is free: the sequence will write to the copy.
         """
         match = self.pool.match(sequence.tokens)
+        source, length = self._source(sequence)
+        if source is not None and length > len(match.nodes) * self.pool.size + match.partial:
+            self._share(source, sequence, length)
+            sequence.reused = length
+            return
         for node in match.nodes:
             self.pool.share(node.page)
             sequence.pages.append(node.page)
@@ -221,10 +359,14 @@ class Scheduler:
         sequence.reused = sequence.computed
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Preempt a running sequence: release its blocks, keep its tokens, and queue it in order of arrival."""
+        """Preempt a running sequence: release its blocks, keep its tokens, and queue it."""
         self.preemptions += 1
         self.running.remove(sequence)
         self._drop(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: TokenSequence) -> None:
+        """Insert a sequence into the queue in order of arrival."""
         place = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
         self.waiting.insert(place, sequence)
 

@@ -15,7 +15,7 @@ from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_overr
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
-    "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
+    "cache_bytes": 0, "threads": 0, "speculation": 0, "num_speculative_tokens": 0, "port": 0,
 }  # fmt: skip
 _LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _LONGEST = 1e8  # seconds; the event loop's clock is limited
@@ -35,12 +35,14 @@ class EngineOptions:
         max_sequences: maximum number of running sequences.
         max_length: maximum number of tokens of prompt and answer; 0: the model's own limit.
         max_batch_tokens: maximum number of tokens in a forward pass.
-        speculation: maximum number of draft tokens per sequence and pass (n-gram lookup); 0: no speculation.
+        speculation: maximum number of draft tokens per sequence and pass; 0: no speculation.
         prefix_cache: whether KV cache pages of equal prefixes are shared.
         lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
         generation_config: source of end tokens and sampling defaults: "auto" (the model's folder), "none" or "vllm", or
             a folder with a generation_config.json.
         override_generation_config: JSON object whose entries replace those of that file; "": none.
+        speculative_model: folder of the draft model, or its name on the hub; "": drafts by n-gram lookup.
+        speculative_quantize: "int8" or "int4" weights of the draft model; "": none.
     """
 
     model: str
@@ -57,6 +59,8 @@ class EngineOptions:
     lossless_weights: bool = True
     generation_config: str = FOLDERS_OWN
     override_generation_config: str = ""
+    speculative_model: str = ""
+    speculative_quantize: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,11 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         keys.append(os.environ["DS_SERVE_API_KEY"])
     _check(args)
     template = _read(args.chat_template) if args.chat_template else ""
+    speculation, *draft = _speculation(args)
     engine = EngineOptions(
         args.model, args.dtype, args.quantize, args.checkpoint, args.threads, args.cache_bytes,
-        args.max_sequences, args.max_length, args.max_batch_tokens, args.speculation, not args.no_prefix_cache,
-        not args.no_lossless_weights, args.generation_config, args.override_generation_config,
+        args.max_sequences, args.max_length, args.max_batch_tokens, speculation, not args.no_prefix_cache,
+        not args.no_lossless_weights, args.generation_config, args.override_generation_config, *draft,
     )  # fmt: skip
     name = args.served_model_name or Path(args.model).name or args.model
     origins, methods, headers = (_entries(args, option) for option in _LISTS)
@@ -159,6 +164,37 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.override_generation_config:
         check_override(args.override_generation_config)
+
+
+def _speculation(args: argparse.Namespace) -> tuple[int, str, str]:
+    """Return the number of draft tokens, the draft model and its quantization; ArgumentError if they do not fit."""
+    count, model, quantize, method = args.num_speculative_tokens, args.speculative_model, "", "draft_model"
+    if args.speculative_config:
+        if count or model or args.speculation:
+            raise ArgumentError("--speculative-config replaces the other options of speculation; give one of them")
+        try:
+            config = json.loads(args.speculative_config)
+        except ValueError as error:
+            raise ArgumentError(f"--speculative-config is not valid JSON: {error}") from None
+        known = {"model": str, "num_speculative_tokens": int, "method": str, "quantization": str}
+        if not isinstance(config, dict):
+            raise ArgumentError("--speculative-config has to be a JSON object")
+        for name, value in config.items():
+            if name not in known or type(value) is not known[name]:
+                raise ArgumentError(f"--speculative-config: {name} {value!r} is not available; there are {list(known)}")
+        count, model = config.get("num_speculative_tokens", 0), config.get("model", "")
+        quantize, method = config.get("quantization", ""), config.get("method", method if model else "ngram")
+    if method not in ("draft_model", "ngram") or (method == "ngram") != (not model) and args.speculative_config:
+        raise ArgumentError(f'--speculative-config: method "draft_model" with a model, or "ngram"; not {method!r}')
+    if quantize not in ("", "int8", "int4"):
+        raise ArgumentError(f"--speculative-config: quantization is int8 or int4, not {quantize!r}")
+    if model and args.speculation:
+        raise ArgumentError("--speculation is n-gram lookup; with --speculative-model give --num-speculative-tokens")
+    if model and count < 1 or (args.speculative_config and count < 1):
+        raise ArgumentError("a draft needs num_speculative_tokens, at least 1")
+    if count and not model and not args.speculative_config:
+        raise ArgumentError("--num-speculative-tokens needs --speculative-model; n-gram lookup is --speculation")
+    return count or args.speculation, model, quantize
 
 
 def _entries(args: argparse.Namespace, name: str) -> tuple[str, ...]:
@@ -200,6 +236,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, default=0, help="tokens of prompt and answer (default: the model's limit)")
     add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
     add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
+    add("--speculative-model", default="", help="folder of a draft model with the same tokens")
+    add("--num-speculative-tokens", type=int, default=0, help="that the draft model proposes at a time")
+    add("--speculative-config", default="", help="JSON object: model, num_speculative_tokens, method, quantization")
     add("--no-prefix-cache", action="store_true")
     add("--no-lossless-weights", action="store_true", help="keep bf16 matrices as they are, not in 12 bits")
     add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")

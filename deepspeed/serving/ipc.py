@@ -10,11 +10,15 @@ from deepspeed.serving.generation_defaults import GenerationDefaults
 
 @dataclass(frozen=True)
 class Submit:
-    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`."""
+    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`.
+
+    `group`: number of a group of requests with the same prompt; None: no group.
+    """
 
     ident: int
     tokens: list[int]
     sampling: dict[str, Any]
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class TokenChunk:
     """New tokens of a request; see `deepspeed.inference.request.Output`.
 
     `logprobs`: (token, log-probability, alternatives as (token, log-probability)) for each token; None: not requested.
+    `beams`: answers of a beam search, the best first; empty: no beam search, or it did not finish.
     """
 
     ident: int
@@ -86,6 +91,7 @@ class TokenChunk:
     finish_reason: str | None
     matched: int | str | None
     error: str | None = None
+    beams: tuple[TokenChunk, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,19 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
     "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
-    "guided_json": (None,), "guided_regex": (None,), "best_of": (None, 1),
+    "guided_json": (None,), "guided_regex": (None,),
 }  # fmt: skip
 
+
+# With `use_beam_search`: fields that need it, and fields that it does not have; by field, values without effect.
+BEAM_FIELDS: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False),
+}  # fmt: skip
+SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 0), "top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0),
+    "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}  # fmt: skip
 
 # Fields of messages without meaning for a chat template, which clients keep in their histories.
 IGNORED_MESSAGE_FIELDS = {
@@ -101,6 +111,10 @@ class BaseRequest(BaseModel):
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[int] | None = None
+    use_beam_search: bool | None = False
+    best_of: int | None = Field(None, ge=1)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Any:
@@ -148,6 +162,26 @@ class BaseRequest(BaseModel):
         """Return the number of alternatives per token; None: no log-probabilities."""
         return None
 
+    def beams(self) -> int:
+        """Return the number of beams: `best_of`, else `n`; 1 without `use_beam_search`.
+
+        Raises:
+            APIError: status 400: an option is only available with, or not available with, beams.
+        """
+        if not self.use_beam_search:
+            for name, idle in BEAM_FIELDS.items():
+                if getattr(self, name) not in idle:
+                    raise APIError(400, f"{name}: only with use_beam_search: true", name, "invalid_value")
+            return 1
+        for name, idle in SAMPLING_FIELDS.items():
+            if getattr(self, name) not in idle:
+                text = f"{name} is not available with use_beam_search, which follows the model's own probabilities"
+                raise APIError(400, text, name, "unsupported_parameter")
+        width = self.best_of or self.n or 1
+        if width < (self.n or 1):
+            raise APIError(400, f"best_of {width} is less than n {self.n}", "best_of", "invalid_value")
+        return width
+
     def sampling(self, most: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `SamplingParams`, except `index`.
 
@@ -171,7 +205,17 @@ class BaseRequest(BaseModel):
                 400, f"min_tokens {self.min_tokens} is more than max_tokens {most}", "min_tokens", "invalid_value"
             )
         stated = {key: value for key, value in options.items() if value is not None}
+        if self.use_beam_search:
+            return self._beam_sampling(stated)
         return {"temperature": 1.0, **defaults, **stated}
+
+    def _beam_sampling(self, stated: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a beam search; one beam is the greedy answer."""
+        options = {key: value for key, value in stated.items() if key not in SAMPLING_FIELDS}
+        if (beams := self.beams()) > 1:
+            own = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+            options |= {"beams": beams, **{key: value for key, value in own.items() if value is not None}}
+        return options
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:

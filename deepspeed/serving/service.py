@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.serving.metrics import Metrics
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, answer_error, check_tokens
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
+_group_numbers = itertools.count()
 _LONG = 20_000  # characters from which a prompt is tokenized in a thread
 
 
@@ -53,6 +55,7 @@ class PendingRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._failure: APIError | None = None
         self._sampling = []
+        self._beams = request.beams() > 1  # then one request of the engine has all answers to a prompt
         stops, copies = request.stops(), request.n or 1
         for number, prompt in enumerate(prompts):
             sampling = request.sampling(service.room(prompt, request), service.defaults)
@@ -70,15 +73,25 @@ class PendingRequest:
             self._service.options.timeout, self.fail, APIError(504, late, code="deadline_exceeded")
         )
         self._service.pending.add(self)
+        copies, group = self.request.n or 1, None
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
-            ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
-            self._idents[choice.index] = ident
+            first = choice.index % copies == 0
+            if self._beams and not first:
+                continue
+            if first and copies > 1 and not self._beams:
+                group = next(_group_numbers)
+            put = self._put(choice.index, copies if self._beams else 1)
+            self._idents[choice.index] = self._service.engine.submit(choice.prompt, sampling, put, group)
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
-    def _put(self, index: int) -> Any:
+    def _put(self, index: int, answers: int = 1) -> Any:
+        """Return the function that takes the messages of a request with `answers` choices, of which `index` is one."""
+
         def put(message: Accepted | TokenChunk | Refused | None) -> None:
             if isinstance(message, Accepted):
-                self._accepted.add(index)
+                self._accepted.update(range(index, index + answers))
+            elif isinstance(message, TokenChunk) and message.beams:
+                self._arrived += zip(range(index, index + answers), message.beams, strict=False)
             else:
                 self._arrived.append((index, message))
             self._wake()
@@ -219,7 +232,7 @@ class Service:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
         prompt_count = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
-        choices = prompt_count * (request.n or 1)
+        choices = prompt_count * max(request.n or 1, request.beams())
         if choices > self.options.max_choices:
             raise APIError(
                 400, f"{choices} answers to one request; {self.options.max_choices} are the most", "n", "invalid_value"

@@ -6,11 +6,12 @@ import contextlib
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import LengthError, RequestError
+from deepspeed.errors import ArgumentError, LengthError, RequestError
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.generation_defaults import ENDS, read_defaults
 from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
@@ -71,6 +72,29 @@ def main(options: EngineOptions, pipe: Connection) -> None:
         sys.exit(1)
 
 
+def _plain(logprobs: list[Any] | None) -> list[tuple[int, float, tuple[tuple[int, float], ...]]] | None:
+    """Return a list of `Logprob` in the form of `TokenChunk`."""
+    return None if logprobs is None else [(each.token, each.logprob, tuple(each.top)) for each in logprobs]
+
+
+def load_draft(options: EngineOptions, tokenizer: Any) -> Any:
+    """Load the draft model in evaluation mode; None if the options name none.
+
+    Raises:
+        ArgumentError: its folder has a tokenizer with other tokens than `tokenizer`.
+    """
+    if not options.speculative_model:
+        return None
+    own = {"checkpoint": "", "model": options.speculative_model, "quantize": options.speculative_quantize}
+    model, drafts = load(replace(options, **own))
+    if drafts.get_vocab() != tokenizer.get_vocab():
+        raise ArgumentError(
+            f"the tokenizer of --speculative-model {options.speculative_model} has other tokens than that of "
+            f"{options.model}; they have to be the same"
+        )
+    return model
+
+
 class _Engine:
     def __init__(self, options: EngineOptions, pipe: Connection) -> None:
         from deepspeed.foundation.transformers_model import vocabulary_size
@@ -93,6 +117,7 @@ class _Engine:
             max_length=options.max_length or None,
             prefix_cache=options.prefix_cache,
             speculation=options.speculation,
+            draft_model=load_draft(options, tokenizer),
             lossless_weights=options.lossless_weights,
         )
 
@@ -134,7 +159,8 @@ class _Engine:
         from deepspeed.inference.sampling_params import SamplingParams
 
         try:
-            self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
+            sampling = SamplingParams(**message.sampling)
+            self.generator.submit(Request(message.ident, message.tokens, sampling, group=message.group))
         except LengthError as error:
             self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))
         except RequestError as error:
@@ -147,8 +173,12 @@ class _Engine:
     def _report(self, outputs: list[Any], idle: bool) -> None:
         chunks = []
         for o in outputs:
-            logprobs = None if o.logprobs is None else [(p.token, p.logprob, tuple(p.top)) for p in o.logprobs]
-            chunks.append(TokenChunk(o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error))
+            beams = tuple(
+                TokenChunk(o.ident, each.tokens, _plain(each.logprobs), each.finish_reason, each.matched)
+                for each in o.beams or ()
+            )
+            logprobs = _plain(o.logprobs)
+            chunks.append(TokenChunk(o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error, beams))
         stats = self.generator.load()
         self.pipe.send(
             Step(

@@ -222,7 +222,8 @@ def shared_page_written() -> Iterator[None]:
         finally:
             self.pool.take = take
 
-    with mock.patch.object(scheduler.Scheduler, "_reuse", reuse):
+    unseen = mock.patch.object(scheduler.Scheduler, "_written_by_others", lambda *_: False)
+    with mock.patch.object(scheduler.Scheduler, "_reuse", reuse), unseen:
         yield
 
 

@@ -35,7 +35,8 @@ class Machine:
     def step(self, wrong_drafts: bool = False) -> None:
         def drafts(track, most):
             right = [_next(track.tokens), _next([*track.tokens, _next(track.tokens)])]
-            return ([right[0], 99] if wrong_drafts else right)[: min(most, self.goals[track.ident] - len(track.tokens))]
+            left = max(min(most, self.goals[track.ident] - len(track.tokens)), 0)
+            return ([right[0], 99] if wrong_drafts else right)[:left]
 
         shares = self.scheduler.plan(drafts if self.steps % 2 else None)
         assert shares, "a step without progress"
