@@ -126,11 +126,13 @@ class Request:
         ident: id chosen by the caller, unique among unfinished requests.
         tokens: token ids of the prompt, at least one.
         sampling: sampling and stopping options; default: greedy, at most 128 tokens.
+        adapter: name of the generator's adapter that the request uses; None: the model alone.
     """
 
     ident: Hashable
     tokens: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

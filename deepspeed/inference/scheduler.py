@@ -10,6 +10,7 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
@@ -27,6 +28,8 @@ class TokenSequence:
     prefix: PrefixBlock | None = None  # node above the next full block in the prefix tree; None: not added
     registered: int = 0  # number of leading blocks added to the prefix tree
     reused: int = 0  # number of tokens reused from other sequences on admission
+    adapter: Any = None  # `LoraAdapter` of its rows; None: the model alone
+    root: PrefixBlock | None = None  # of the prefix tree for its adapter; None: the pool's own
 
     @property
     def pending(self) -> int:
@@ -171,7 +174,7 @@ class Scheduler:
         # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
         # the token chosen before it.
         logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
-        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
+        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence, sequence.adapter)
         return count
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
@@ -193,7 +196,7 @@ class Scheduler:
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
         """
-        held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
+        held = {node.page for node in self.pool.match(sequence.tokens, sequence.root).nodes if self.pool.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
         return need + len(self.running) <= self.pool.available or not self.running
 
@@ -203,12 +206,12 @@ class Scheduler:
         Full blocks are shared. A block that matches partially is copied, if another is free: the sequence will write
         to the copy.
         """
-        match = self.pool.match(sequence.tokens)
+        match = self.pool.match(sequence.tokens, sequence.root)
         for node in match.nodes:
             self.pool.share(node.page)
             sequence.pages.append(node.page)
         sequence.computed, sequence.registered = len(match.nodes) * self.pool.size, len(match.nodes)
-        sequence.prefix = match.nodes[-1] if match.nodes else self.pool.root
+        sequence.prefix = match.nodes[-1] if match.nodes else sequence.root or self.pool.root
         if match.tail is not None:
             source = match.tail.page
             self.pool.share(source)  # protects it from eviction in `take`
