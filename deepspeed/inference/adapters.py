@@ -354,11 +354,13 @@ class AdapterRegistry:
 
     Args:
         model: model of the generator.
-        check: function of an adapter that returns the reason why the generator cannot use it, or None.
+        check: function (adapter, whether to compare its logits with the model's) that returns the reason why the
+            generator cannot use the adapter, or None. Logits are compared for the first adapter that changes a module.
     """
 
-    def __init__(self, model: nn.Module, check: Callable[[LoraAdapter], str | None]) -> None:
+    def __init__(self, model: nn.Module, check: Callable[[LoraAdapter, bool], str | None]) -> None:
         self._model, self._check = model, check
+        self._compared: set[str] = set()  # modules
         self.loaded: dict[str, LoraAdapter] = {}
 
     def add(self, name: str, folder: str | Path, max_rank: int | None = None) -> LoraAdapter:
@@ -368,8 +370,9 @@ class AdapterRegistry:
         if name in self.loaded:
             raise RequestError(f"there is an adapter {name!r} already, of {self.loaded[name].folder}")
         adapter = load_adapter(self._model, name, folder, max_rank)
-        if (reason := self._check(adapter)) is not None:
+        if (reason := self._check(adapter, not self._compared.issuperset(adapter.matrices))) is not None:
             raise NotAvailableError(f"adapter {name!r}: {reason}")
+        self._compared.update(adapter.matrices)
         self.loaded[name] = adapter
         return adapter
 
@@ -383,7 +386,5 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> LoraAdapter:
         """Remove and return an adapter; RequestError if there is none of this name."""
-        adapter = self.get(name)
-        assert adapter is not None
-        del self.loaded[name]
-        return adapter
+        self.get(name)
+        return self.loaded.pop(name)

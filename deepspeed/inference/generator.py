@@ -462,7 +462,7 @@ class Generator:
         return dict(self._adapters.loaded)
 
     def add_adapter(self, name: str, folder: str | Path, max_rank: int | None = None) -> LoraAdapter:
-        """Load a LoRA adapter from a folder of PEFT, for requests with `adapter=name`; other requests may run meanwhile.
+        """Load a LoRA adapter from a folder of PEFT, for requests with `adapter=name`; other requests go on after it.
 
         Args:
             name: its name in requests.

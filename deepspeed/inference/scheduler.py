@@ -196,7 +196,11 @@ class Scheduler:
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
         """
-        held = {node.page for node in self.pool.match(sequence.tokens, sequence.root).nodes if self.pool.references(node.page)}
+        held = {
+            node.page
+            for node in self.pool.match(sequence.tokens, sequence.root).nodes
+            if self.pool.references(node.page)
+        }
         need = self._pages_for(len(sequence.tokens)) - len(held)
         return need + len(self.running) <= self.pool.available or not self.running
 

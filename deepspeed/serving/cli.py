@@ -60,6 +60,7 @@ async def serve(options: ServeOptions) -> int:
     import uvicorn
     from transformers import AutoTokenizer
 
+    from deepspeed.inference.gguf_files import is_gguf, load_gguf_tokenizer
     from deepspeed.serving.app import Endpoints
     from deepspeed.serving.metrics import Metrics
     from deepspeed.serving.service import Service
@@ -71,6 +72,7 @@ async def serve(options: ServeOptions) -> int:
     loading = asyncio.ensure_future(engine.start())
     try:
         load = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+        load = load_gguf_tokenizer if is_gguf(options.engine.model) else load
         tokenizer = await asyncio.to_thread(load, options.engine.model)
         ready = await loading
     except BaseException:

@@ -81,7 +81,7 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put) -> int:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, adapter: str | None = None) -> int:
         """Submit a request to the engine.
 
         Args:
@@ -89,6 +89,7 @@ class EngineProcess:
             sampling: keyword arguments of `SamplingParams`.
             put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
                 engine has ended.
+            adapter: name of its LoRA adapter; None: none.
 
         Returns:
             Number of the request.
@@ -96,11 +97,15 @@ class EngineProcess:
         Raises:
             EngineGone: the engine has ended.
         """
+        return self.ask(lambda ident: Submit(ident, tokens, sampling, adapter), put)
+
+    def ask(self, message: Callable[[int], Any], put: Put) -> int:
+        """Send the message `message(number)` to the engine, whose answers go to `put`; the rest as in `submit`."""
         if not self.alive:
             raise EngineGone(self.failure or "the engine's process has ended")
         self._next += 1
         self.live[self._next] = put
-        self._outbox.put(Submit(self._next, tokens, sampling))
+        self._outbox.put(message(self._next))
         return self._next
 
     def cancel(self, ident: int) -> None:

@@ -10,11 +10,29 @@ from deepspeed.serving.generation_defaults import GenerationDefaults
 
 @dataclass(frozen=True)
 class Submit:
-    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`."""
+    """New request: its number, the prompt's token ids, the keyword arguments of `SamplingParams`, and its adapter."""
 
     ident: int
     tokens: list[int]
     sampling: dict[str, Any]
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Request with the number `ident` to load the LoRA adapter `name` from a folder; answer: `Accepted`, `Refused`."""
+
+    ident: int
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Request with the number `ident` to remove the LoRA adapter `name`; the answer is `Accepted` or `Refused`."""
+
+    ident: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Report that the request with the number `ident` is in the queue."""
+    """Report that the request with the number `ident` is in the queue, or an adapter loaded or removed."""
 
     ident: int
 

@@ -11,6 +11,7 @@ from typing import Any
 from deepspeed.foundation.log import logger
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import decode_function
+from deepspeed.serving.adapters import ServedAdapters
 from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
@@ -43,7 +44,8 @@ class PendingRequest:
     ) -> None:
         self._service, self.request = service, request
         chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs() is not None
-        self.form = ResponseFormatter(service.options.name, service.tokenizer, chat, logprobs)
+        self._adapter = service.adapters.of(request.model)
+        self.form = ResponseFormatter(self._adapter or service.options.name, service.tokenizer, chat, logprobs)
         self.begun = time.monotonic()
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
@@ -71,7 +73,7 @@ class PendingRequest:
         )
         self._service.pending.add(self)
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
-            ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
+            ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index), self._adapter)
             self._idents[choice.index] = ident
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
@@ -170,6 +172,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
+        self.adapters = ServedAdapters(options.engine.lora_modules, [options.name], engine)
         self.started = int(time.time())
         self.draining = False
         self.pending: set[PendingRequest] = set()
@@ -215,7 +218,7 @@ class Service:
         Raises:
             APIError: the request is invalid (status 400 or 404), or the server cannot accept it (429 or 503).
         """
-        if request.model != self.options.name:
+        if request.model != self.options.name and self.adapters.of(request.model) is None:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
         prompt_count = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())

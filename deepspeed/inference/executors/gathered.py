@@ -156,7 +156,9 @@ class GatheringExecutor:
             if self.keeps:
                 inputs["logits_to_keep"] = max(*wanted, 1)
             count, adapters = group.rows.shape[1], [batch.spans[i].adapter for i in chosen]
-            parts: list[Part] = [(slice(n * count, (n + 1) * count), a) for n, a in enumerate(adapters) if a is not None]
+            parts: list[Part] = [
+                (slice(n * count, (n + 1) * count), a) for n, a in enumerate(adapters) if a is not None
+            ]
             with applied(self.model, parts, group.rows.numel()):
                 output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
             if not cache.layer_used:

@@ -174,7 +174,10 @@ def _probe(
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
-        spans = [BatchSlice(sequences[i][start:end], start, pages[i], end - start, adapter=adapters[i]) for i, start, end in rows]
+        spans = [
+            BatchSlice(sequences[i][start:end], start, pages[i], end - start, adapter=adapters[i])
+            for i, start, end in rows
+        ]
         batch = RaggedBatch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
         logits = executor.run(batch)
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
@@ -278,11 +281,11 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 @torch.no_grad()
-def why_not_adapted(executor: Any, adapter: LoraAdapter) -> str | None:
+def why_not_adapted(executor: Any, adapter: LoraAdapter, compare: bool = True) -> str | None:
     """Return the reason why an executor cannot use an adapter, or None. It is ready for the executor's passes then.
 
-    As for the choice of an executor, logits of mixed passes, with rows of the adapter and of the model alone, are
-    compared with those of the model's modules on each sequence by itself.
+    With `compare`, as for the choice of an executor, logits of mixed passes, with rows of the adapter and of the model
+    alone, are compared with those of the model's modules on each sequence by itself.
     """
     if executor is None:
         return "requests go through the model's own generate, which has no adapters"
@@ -292,6 +295,8 @@ def why_not_adapted(executor: Any, adapter: LoraAdapter) -> str | None:
         try:
             if isinstance(executor, FusedExecutor):
                 executor.bind(adapter)
+            if not compare:
+                return None
             wanted = [_alone(model, tokens, one) for tokens, one in zip(sequences, adapters, strict=True)]
             noise = functools.cache(
                 lambda: _noise(model, sequences[::2], wanted[::2], adapter) + _noise(model, sequences[1:2], wanted[1:2])
