@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,15 @@ def greedy(new: int = 12) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=3)
 
 
-def finish(generator: Generator) -> dict[Any, tuple[list[int], list[Any]]]:
+def finish(generator: Generator, outputs: Sequence[Any] = ()) -> dict[Any, tuple[list[int], list[Any]]]:
     found: dict[Any, tuple[list[int], list[Any]]] = {}
-    while not generator.idle:
-        for output in generator.step():
+    while outputs or not generator.idle:
+        for output in outputs or generator.step():
             assert output.error is None, output.error
             tokens, logprobs = found.setdefault(output.ident, ([], []))
             tokens += output.tokens
             logprobs += output.logprobs or []
+        outputs = ()
     return found
 
 
@@ -185,21 +187,21 @@ def test_pages_are_of_one_adapter(tmp_path: Path) -> None:
     reused = {}
     for name in ("a", "b", None, "a"):
         generator.submit(Request(name, prompt, greedy(4), name))
-        generator.step()
+        outputs = generator.step()
         reused[name] = next(iter(generator._live.values())).reused
-        check({None: base, **models}[name], prompt, *finish(generator)[name])
+        check({None: base, **models}[name], prompt, *finish(generator, outputs)[name])
     assert reused == {"a": 39, "b": 0, None: 0}
     generator.submit(Request("late", prompt, greedy(8), "a"))
-    generator.step()
+    outputs = generator.step()
     generator.remove_adapter("a")
     with pytest.raises(RequestError, match="there is no adapter 'a'"):
         generator.submit(Request("later", prompt, greedy(4), "a"))
     adapted(base, tmp_path / "c", 7, r=3, target_modules=["v_proj"])
     other = generator.add_adapter("a", tmp_path / "c")
     generator.submit(Request("other", prompt, greedy(4), "a"))
-    generator.step()
+    outputs += generator.step()
     assert generator._live["other"].reused == 0 and generator._live["other"].adapter is other
-    check(models["a"], prompt, *finish(generator)["late"])  # goes on with the adapter that it began with
+    check(models["a"], prompt, *finish(generator, outputs)["late"])  # goes on with the adapter that it began with
     with pytest.raises(RequestError, match="there is an adapter 'b' already"):
         generator.add_adapter("b", tmp_path / "c")
     generator.refresh()
