@@ -47,9 +47,9 @@ class GgufHeader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype for the weights: that of the matrices if most of their elements are stored in one, else bf16."""
+        """Dtype for the weights: that in which most elements of matrices are stored; fp32 if they are quantized."""
         most = max(self.elements, key=lambda kind: self.elements[kind], default="F32")
-        return STORED.get(most, torch.bfloat16)
+        return STORED.get(most, torch.float32)
 
 
 def read_header(path: str | Path) -> GgufHeader:
@@ -81,6 +81,8 @@ def read_header(path: str | Path) -> GgufHeader:
             block, size_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             end = max(end, start + offset + number // block * size_of_block)
             elements[GGMLQuantizationType(kind).name] += number if len(shape) > 1 else 0
+    except (CheckpointCorruptError, NotAvailableError):
+        raise
     except (struct.error, ValueError, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
         raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({error})") from None
     if metadata.get(SPLIT, 0) > 1:
@@ -189,7 +191,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, 
     Args:
         path: the file.
         dtype: dtype of the weights, which are dequantized to fp32 first; None: that of the matrices in the file if they
-            are fp32, bf16 or fp16, else bf16. The log has the choice.
+            are bf16 or fp16, else fp32, which has the file's exact values. The log has the choice.
 
     Returns:
         (model in evaluation mode, tokenizer).
@@ -208,7 +210,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, 
     stored = ", ".join(sorted(header.elements, key=lambda kind: -header.elements[kind]))
     log_rank0(
         f"{path.name}: matrices stored in {stored} become {str(chosen).removeprefix('torch.')}"
-        + ("; another dtype can be given" if dtype is None else "")
+        + ("; the dtype bf16 would take half of the memory" if dtype is None and chosen == torch.float32 else "")
     )
 
     def load() -> tuple[Any, Any]:
