@@ -6,16 +6,13 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deepspeed.errors import ArgumentError
 from deepspeed.serving.ipc import Accepted, LoadAdapter, Refused, UnloadAdapter
 from deepspeed.serving.protocol import APIError
-
-if TYPE_CHECKING:
-    from deepspeed.serving.engine import EngineProcess
 
 OPTION = "--lora-modules"
 
@@ -84,10 +81,10 @@ class ServedAdapters:
     Args:
         modules: adapters that the engine has loaded at its start.
         taken: names of the model itself.
-        engine: the engine process.
+        engine: the `EngineProcess`.
     """
 
-    def __init__(self, modules: Sequence[LoraModule], taken: Sequence[str], engine: EngineProcess) -> None:
+    def __init__(self, modules: Sequence[LoraModule], taken: Sequence[str], engine: Any) -> None:
         self._taken, self._engine = tuple(taken), engine
         self.modules = {module.name: module for module in modules}
 
