@@ -42,7 +42,8 @@ def make(dtype: torch.dtype) -> Any:
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=1024,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.eval().to(dtype)
 
 
 def write_adapter(model: Any, folder: Path, rank: int, targets: list[str], seed: int, size: float = 0.02) -> Path:

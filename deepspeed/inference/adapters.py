@@ -173,7 +173,8 @@ def _config(name: str, folder: Path) -> dict[str, Any]:
 
 def _targets(name: str, model: nn.Module, config: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the modules that the config selects, by name; CheckpointError if there are none."""
-    wanted, barred = config.get("target_modules"), config.get("exclude_modules")
+    wanted: Any = config.get("target_modules")
+    barred: Any = config.get("exclude_modules")
     for key, value in (("target_modules", wanted), ("exclude_modules", barred)):
         strings = isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
         if not strings and not (value is None and key == "exclude_modules"):

@@ -66,7 +66,7 @@ def read_header(path: str | Path) -> GgufHeader:
     if SPLIT_NAME.search(path.name):
         raise NotAvailableError(f"{path.name} is one of several files of a model; join them (llama-gguf-split --merge)")
     try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # type: ignore[import-not-found]
     except ImportError:
         raise NotAvailableError("GGUF files need the package gguf: pip install 'deepspeed[gguf]'") from None
     try:
@@ -155,7 +155,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
 @contextmanager
 def _read_once() -> Iterator[None]:
     """Context in which Transformers parses each file once: it does so for config, tokenizer and weights anew."""
-    import gguf
+    import gguf  # type: ignore[import-not-found]
 
     with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         yield

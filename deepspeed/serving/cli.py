@@ -71,7 +71,7 @@ async def serve(options: ServeOptions) -> int:
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
     try:
-        load = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+        load: Any = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
         load = load_gguf_tokenizer if is_gguf(options.engine.model) else load
         tokenizer = await asyncio.to_thread(load, options.engine.model)
         ready = await loading

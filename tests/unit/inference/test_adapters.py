@@ -115,11 +115,22 @@ PROMPTS = [[5, 6, 7, 8, 9] * 5, [3, 4, 1], list(range(10, 50))]
 
 
 def mixed(generator: Generator, models: dict[str | None, Any], close: float = CLOSE) -> None:
-    """Run all prompts with all adapters and without, in the same passes, and compare each with its model alone."""
+    """Run all prompts with all adapters and without, in the same passes, and compare each with its model alone.
+
+    One request of each adapter is cancelled while they run.
+    """
+    for name in models:
+        generator.submit(Request((name, "gone"), PROMPTS[1], greedy(), name))
     for number, prompt in ((1, PROMPTS[1]), (0, PROMPTS[0]), (2, PROMPTS[2])):  # short ones first: they outgrow a cache
         for name in models:
             generator.submit(Request((name, number), prompt, greedy(), name))
-    for (name, number), (tokens, logprobs) in finish(generator).items():
+    outputs = [output for _ in range(3) for output in generator.step()]
+    assert all(generator.cancel((name, "gone")) for name in models)
+    found = finish(generator, outputs)
+    assert len(found) == 4 * len(models)
+    for (name, number), (tokens, logprobs) in found.items():
+        if number == "gone":
+            continue
         check(models[name], PROMPTS[number], tokens, logprobs, close)
 
 
@@ -131,7 +142,13 @@ def test_each_request_equals_its_merged_model(fused: bool, tmp_path: Path, monke
         monkeypatch.setattr(select, "_fused", lambda executor, *_: executor)
     state = {name: value.clone() for name, value in base.state_dict().items()}
     folders = {name: tmp_path / name for name in KINDS}
-    options = {"page_size": 4, "cache_bytes": 1 << 15, "max_batch_tokens": 24, "speculation": 4, "prompt_chunk": 7}
+    options: dict[str, Any] = {
+        "page_size": 4,
+        "cache_bytes": 1 << 15,
+        "max_batch_tokens": 24,
+        "speculation": 4,
+        "prompt_chunk": 7,
+    }
     generator = Generator(base, adapters=folders, **options)
     assert isinstance(generator._executor, FusedExecutor) is fused
     mixed(generator, {None: base, **models})
