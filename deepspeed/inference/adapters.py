@@ -176,12 +176,12 @@ def _targets(name: str, model: nn.Module, config: Mapping[str, Any]) -> dict[str
     wanted: Any = config.get("target_modules")
     barred: Any = config.get("exclude_modules")
     for key, value in (("target_modules", wanted), ("exclude_modules", barred)):
-        strings = isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+        strings = isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value))
         if not strings and not (value is None and key == "exclude_modules"):
             raise CheckpointError(f"adapter {name!r}: {key} is {value!r}, neither a text nor a list of texts")
     head = _head(model)
     try:
-        found = {
+        selected = {
             key: module
             for key, module in model.named_modules()
             if not (barred and _selects(barred, key))
@@ -190,13 +190,13 @@ def _targets(name: str, model: nn.Module, config: Mapping[str, Any]) -> dict[str
         }
     except re.error as error:
         raise CheckpointError(f"adapter {name!r}: a pattern in {CONFIG} is not valid: {error}") from None
-    if not found:
+    if not selected:
         raise CheckpointError(f"adapter {name!r}: target_modules {wanted!r} selects no module of the model")
-    for key, module in found.items():
+    for key, module in selected.items():
         if not _is_linear(module) or module is head:
             what = "the output layer" if module is head else f"a {type(module).__name__}"
             raise NotAvailableError(f"adapter {name!r}: {key} is {what}; adapters of it are not available")
-    return found
+    return selected
 
 
 def _head(model: Any) -> Any:
@@ -213,7 +213,7 @@ def _is_linear(module: nn.Module) -> bool:
 def _selects(wanted: str | Sequence[str], key: str) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, key) is not None
-    return any(key == one or key.endswith(f".{one}") for one in wanted)
+    return any(key == name or key.endswith(f".{name}") for name in wanted)
 
 
 def _in_layers(config: Mapping[str, Any], key: str) -> bool:
@@ -229,8 +229,8 @@ def _in_layers(config: Mapping[str, Any], key: str) -> bool:
 
 def _by_pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
     """Return the entry of `rank_pattern` or `alpha_pattern` for a module; the first pattern that matches counts."""
-    found = (entry for pattern, entry in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", key))
-    return next(found, default)
+    matching = (entry for pattern, entry in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", key))
+    return next(matching, default)
 
 
 def _weights(name: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -91,8 +91,8 @@ class ServedAdapters:
     def cards(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of `/v1/models`, made of that of the model."""
         return [
-            {**card, "id": one.name, "root": one.path, "parent": one.base_model_name or card["id"]}
-            for one in self.modules.values()
+            {**card, "id": module.name, "root": module.path, "parent": module.base_model_name or card["id"]}
+            for module in self.modules.values()
         ]
 
     def of(self, name: str) -> str | None:

@@ -297,7 +297,7 @@ def why_not_adapted(executor: Any, adapter: LoraAdapter, compare: bool = True) -
                 executor.bind(adapter)
             if not compare:
                 return None
-            wanted = [_alone(model, tokens, one) for tokens, one in zip(sequences, adapters, strict=True)]
+            wanted = [_alone(model, tokens, used) for tokens, used in zip(sequences, adapters, strict=True)]
             noise = functools.cache(
                 lambda: _noise(model, sequences[::2], wanted[::2], adapter) + _noise(model, sequences[1:2], wanted[1:2])
             )
