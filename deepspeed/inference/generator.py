@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -19,6 +20,7 @@ from deepspeed.errors import LengthError, RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.transformers_model import vocabulary_size
+from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapter
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
@@ -31,6 +33,7 @@ from deepspeed.inference.executors.select import (
     packable,
     select_executor,
     warn_of,
+    why_not_adapted,
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
@@ -180,6 +183,7 @@ class Generator:
             those, but at least 16 and at most 32.
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
+        adapters: folders of LoRA adapters by name, as for `add_adapter`.
 
     Raises:
         RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
@@ -203,6 +207,7 @@ class Generator:
         draft_model: nn.Module | None = None,
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
         for name, size in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
@@ -233,6 +238,9 @@ class Generator:
         self._arrivals = 0
         self._lock = threading.RLock()
         self._closed = False
+        self._adapters = AdapterRegistry(model, functools.partial(why_not_adapted, self._executor))
+        for name, folder in (adapters or {}).items():
+            self.add_adapter(name, folder)
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -299,10 +307,17 @@ class Generator:
                     f"prompt and new tokens are {length}{beams if sampling.beams > 1 else ''}, over the {room} tokens "
                     "that the cache has room for; raise cache_bytes or ask for fewer"
                 )
+            if alone and request.adapter is not None:
+                raise RequestError(
+                    f"adapter {request.adapter!r}: over {self._packed_limit} tokens a request goes through the model's "
+                    "own generate, which has no adapters"
+                )
             stream = None
             if sampling.stop:
                 stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
             sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
+            if (adapter := self._adapters.get(request.adapter)) is not None:
+                sequence.adapter, sequence.root = adapter, adapter.root
             self._join_group(sequence, request.group)
             self._arrivals += 1
             self._live[request.ident] = sequence
@@ -320,7 +335,7 @@ class Generator:
                 self._scheduler.add(sequence)
 
     def _join_group(self, sequence: _LiveSequence, name: Hashable | None) -> None:
-        """Set the group of a new sequence; RequestError if the other requests of the group have another prompt."""
+        """Set the group of a new sequence; RequestError if its other requests have another prompt or adapter."""
         if sequence.sampling.beams > 1:
             stops = frozenset(sequence.sampler.stops)
             search = BeamSearch(sequence.sampling, stops, sequence.stream)
@@ -329,8 +344,10 @@ class Generator:
             group = self._groups.get(name)
             if group is None or not group.members:
                 group = self._groups[name] = SequenceGroup(len(sequence.tokens))
-            elif group.members[0].tokens[: group.common] != sequence.tokens:
-                raise RequestError(f"the requests of the group {name!r} have to have the same prompt")
+            else:
+                other = group.members[0]
+                if other.tokens[: group.common] != sequence.tokens or other.adapter is not sequence.adapter:
+                    raise RequestError(f"the requests of the group {name!r} have to have the same prompt and adapter")
             sequence.group = group
 
     def _proposer(self, sequence: _LiveSequence) -> Proposer | None:
@@ -451,6 +468,35 @@ class Generator:
             if self._draft is not None:
                 self._draft.pages.forget_all()
 
+    @property
+    def adapters(self) -> dict[str, LoraAdapter]:
+        """Loaded adapters by name."""
+        return dict(self._adapters.loaded)
+
+    def add_adapter(self, name: str, folder: str | Path, max_rank: int | None = None) -> LoraAdapter:
+        """Load a LoRA adapter from a folder of PEFT, for requests with `adapter=name`; other requests go on after it.
+
+        Args:
+            name: its name in requests.
+            folder: folder of `adapter_config.json` and `adapter_model.safetensors`.
+            max_rank: largest rank that is accepted; None: any.
+
+        Raises:
+            RequestError: the name is in use.
+            CheckpointError: the files are missing or damaged, or do not fit the model.
+            NotAvailableError: the adapter, or the model with it, needs something that is not supported.
+            UsageError: the generator is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("the generator is closed")
+            return self._adapters.add(name, folder, max_rank)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter: later requests cannot use it, current ones finish with it. RequestError if unknown."""
+        with self._lock:
+            self.pages.forget_tree(self._adapters.remove(name).root)
+
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
         with self._lock:
@@ -487,6 +533,7 @@ class Generator:
         if request.sampling.beams > self._scheduler.max_sequences:
             most = self._scheduler.max_sequences
             raise RequestError(f"{request.sampling.beams} beams are more than the {most} sequences that may run")
+        self._adapters.get(request.adapter)
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
 
@@ -495,7 +542,7 @@ class Generator:
         drafting = self._speculation and streams <= DRAFTING_STREAMS
         if drafting and self._draft is not None:
             self._prepare_drafts(self._draft)
-        slices = self._scheduler.plan(self._guess if drafting else None)
+        slices = by_adapter(self._scheduler.plan(self._guess if drafting else None))
         if not slices:
             return []
         even = getattr(self._executor, "even", False)

@@ -122,10 +122,13 @@ class BlockPool:
         self._nodes[page] = node
         return node
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """Find pages in the prefix tree for the first of `tokens`, but not the last, whose logits must be computed."""
+    def match(self, tokens: Sequence[int], root: PrefixBlock | None = None) -> Match:
+        """Find pages in the prefix tree for the first of `tokens`, but not the last, whose logits must be computed.
+
+        `root`: root of another tree, with pages of the same tokens under other weights; None: the pool's own.
+        """
         nodes: list[PrefixBlock] = []
-        start, most, node = 0, len(tokens) - 1, self.root
+        start, most, node = 0, len(tokens) - 1, root or self.root
         while self.reuse and start + self.size <= most:
             child = node.children.get(tuple(tokens[start : start + self.size]))
             if child is None:
@@ -168,6 +171,12 @@ class BlockPool:
                 self._free.append(dropped.page)
 
     def forget_all(self) -> None:
-        """Empty the prefix tree; necessary after a change of the weights."""
-        for node in list(self.root.children.values()):
+        """Empty all prefix trees; necessary after a change of the weights."""
+        while self._nodes:
+            self._forget(next(iter(self._nodes.values())))
+
+    def forget_tree(self, root: PrefixBlock) -> None:
+        """Empty another tree than the pool's own, for good: its sequences add no more pages to it."""
+        root.alive = False
+        for node in list(root.children.values()):
             self._forget(node)

@@ -128,12 +128,14 @@ class Request:
         sampling: sampling and stopping options; default: greedy, at most 128 tokens.
         group: id of several requests with the same prompt, which is computed once while one of them is unfinished;
             their pages of the prompt are shared, also without a prefix cache. None: no group.
+        adapter: name of the generator's adapter that the request uses; None: the model alone.
     """
 
     ident: Hashable
     tokens: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     group: Hashable | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

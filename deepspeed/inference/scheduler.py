@@ -10,6 +10,7 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
@@ -43,6 +44,8 @@ class TokenSequence:
     registered: int = 0  # number of leading blocks added to the prefix tree
     reused: int = 0  # number of tokens reused from other sequences on admission
     group: SequenceGroup | None = None
+    adapter: Any = None  # `LoraAdapter` of its rows; None: the model alone
+    root: PrefixBlock | None = None  # of the prefix tree for its adapter; None: the pool's own
 
     @property
     def pending(self) -> int:
@@ -245,7 +248,7 @@ class Scheduler:
         # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
         # the token chosen before it.
         logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
-        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
+        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence, sequence.adapter)
         return count
 
     def _written_by_others(self, sequence: TokenSequence) -> bool:
@@ -310,7 +313,8 @@ class Scheduler:
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
         """
-        held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
+        nodes = self.pool.match(sequence.tokens, sequence.root).nodes
+        held = {node.page for node in nodes if self.pool.references(node.page)}
         shared = max(len(held), self._source(sequence)[1] // self.pool.size)
         need = self._pages_for(len(sequence.tokens)) - shared
         return need + (len(self.running) if reserve else 0) <= self.pool.available or not self.running
@@ -336,7 +340,7 @@ class Scheduler:
         Those of a running member of its group are taken if they are more. Full blocks are shared. A block that matches
         partially is copied, if another is free: the sequence will write to the copy.
         """
-        match = self.pool.match(sequence.tokens)
+        match = self.pool.match(sequence.tokens, sequence.root)
         source, length = self._source(sequence)
         if source is not None and length > len(match.nodes) * self.pool.size + match.partial:
             self._share(source, sequence, length)
@@ -346,7 +350,7 @@ class Scheduler:
             self.pool.share(node.page)
             sequence.pages.append(node.page)
         sequence.computed, sequence.registered = len(match.nodes) * self.pool.size, len(match.nodes)
-        sequence.prefix = match.nodes[-1] if match.nodes else self.pool.root
+        sequence.prefix = match.nodes[-1] if match.nodes else sequence.root or self.pool.root
         if match.tail is not None:
             source = match.tail.page
             self.pool.share(source)  # protects it from eviction in `take`

@@ -184,6 +184,10 @@ def _of_files(paths: list[Path]) -> Named:
         if not path.is_file():
             raise CheckpointMissingError(f"checkpoint: there is no file {path}")
     for path in paths:
+        if path.suffix == ".gguf":
+            raise NotAvailableError(
+                f"checkpoint: {path} is a GGUF file: deepspeed.inference.gguf_files.load_gguf loads it"
+            )
         if path.suffix == ".safetensors":
             yield from _of_safetensors(path)
         else:

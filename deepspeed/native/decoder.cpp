@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "adapters.h"
 #include "lossless.h"
 
 namespace ds {
@@ -211,7 +212,7 @@ static float* sized(std::vector<float>& buffer, int64_t count) {
     return buffer.data();
 }
 
-static void attention_part(const Layer& layer, const Pass& pass) {
+static void attention_part(const Layer& layer, const Pass& pass, int64_t number) {
     static thread_local std::vector<float> buffers[3];
     static thread_local Input input;
     const Heads& h = layer.heads;
@@ -228,15 +229,32 @@ static void attention_part(const Layer& layer, const Pass& pass) {
         multiply(*matrix, input, at, stride, false, pass.threads);
         at += matrix->outputs;
     }
+    if (pass.adapted) {
+        const int64_t keys = layer.q.outputs, values = keys + layer.k.outputs;
+        const Adapted parts[] = {{&LayerAdapter::q, qkv, layer.q.outputs, stride},
+                                 {&LayerAdapter::k, qkv + keys, layer.k.outputs, stride},
+                                 {&LayerAdapter::v, qkv + values, layer.v.outputs, stride}};
+        adapt(pass, number, 0, rows, normed, width, parts, 3);
+    }
     for (int64_t s = 0; s < pass.sequences; s++) between().place(layer, pass, pass.spans + 4 * s, qkv);
     attend(pass, h, qkv, stride, mixed);
     input.prepare(mixed, rows, h.count * h.size, layer.out.form);
     multiply(layer.out, input, pass.x, width, true, pass.threads);
+    if (pass.adapted) {
+        const Adapted part{&LayerAdapter::out, pass.x, width, width};
+        adapt(pass, number, 0, rows, mixed, h.count * h.size, &part, 1);
+    }
 }
 
-// out[row] = the network's output, added to `out` if `add`. `rows` are at most CHUNK.
+// Layer number `layer` of a pass, whose adapters change a network; its rows begin at row `first` of the pass.
+struct Place {
+    const Pass& pass;
+    int64_t layer, first;
+};
+
+// out[row] = the network's output, added to `out` if `add`. `rows` are at most CHUNK. `place`: null without adapters.
 static void gated(const GatedMlp& mlp, Activation activation, const float* normed, int64_t rows, float* out, bool add,
-                  int threads) {
+                  int threads, const Place* place = nullptr) {
     static thread_local std::vector<float> buffers[2];
     static thread_local Input input;
     const int64_t width = mlp.gate.inputs, inner = mlp.gate.outputs;
@@ -245,9 +263,17 @@ static void gated(const GatedMlp& mlp, Activation activation, const float* norme
     multiply(mlp.gate, input, gate, inner, false, threads);
     if (mlp.up.form != mlp.gate.form) input.prepare(normed, rows, width, mlp.up.form);
     multiply(mlp.up, input, up, inner, false, threads);
+    if (place) {
+        const Adapted parts[] = {{&LayerAdapter::gate, gate, inner, inner}, {&LayerAdapter::up, up, inner, inner}};
+        adapt(place->pass, place->layer, place->first, rows, normed, width, parts, 2);
+    }
     between().activate(activation, gate, up, rows * inner);
     input.prepare(gate, rows, inner, mlp.down.form);
     multiply(mlp.down, input, out, width, add, threads);
+    if (place) {
+        const Adapted part{&LayerAdapter::down, out, width, width};
+        adapt(place->pass, place->layer, place->first, rows, gate, inner, &part, 1);
+    }
 }
 
 // Experts of a row, ascending, and their weights, from the router's logits. If a logit is NaN, so are all weights.
@@ -282,7 +308,7 @@ static void add_scaled(float* x, const float* values, float factor, int64_t coun
 
 // Rows are sorted by expert; each expert that has rows is multiplied with them once. A row's results are added in the
 // order of experts, so its bits do not depend on other rows.
-static void mixture(const Layer& layer, const Pass& pass) {
+static void mixture(const Layer& layer, const Pass& pass, int64_t number) {
     static thread_local std::vector<float> buffers[5];
     static thread_local std::vector<int64_t> chosen, starts, places;
     static thread_local Input input;
@@ -319,7 +345,9 @@ static void mixture(const Layer& layer, const Pass& pass) {
     for (int64_t row = 0; row < rows; row += CHUNK) {
         const int64_t some = std::min(CHUNK, rows - row);
         float *results = sized(buffers[4], some * width), *shares = sized(buffers[2], some);
-        gated(layer.mlp, layer.activation, normed + row * width, some, results, false, pass.threads);
+        const Place place{pass, number, row};
+        gated(layer.mlp, layer.activation, normed + row * width, some, results, false, pass.threads,
+              pass.adapted ? &place : nullptr);
         input.prepare(normed + row * width, some, width, experts.shared_gate.form);
         multiply(experts.shared_gate, input, shares, 1, false, pass.threads);
         for (int64_t i = 0; i < some; i++)
@@ -327,15 +355,16 @@ static void mixture(const Layer& layer, const Pass& pass) {
     }
 }
 
-static void feed_forward(const Layer& layer, const Pass& pass) {
+static void feed_forward(const Layer& layer, const Pass& pass, int64_t number) {
     static thread_local std::vector<float> buffer;
-    if (layer.experts.count) return mixture(layer, pass);
+    if (layer.experts.count) return mixture(layer, pass, number);
     const int64_t width = layer.mlp.gate.inputs;
     for (int64_t row = 0; row < pass.rows; row += CHUNK) {
         const int64_t rows = std::min(CHUNK, pass.rows - row);
         float *normed = sized(buffer, rows * width), *x = pass.x + row * width;
         between().norm(layer.after, x, normed, rows, width);
-        gated(layer.mlp, layer.activation, normed, rows, x, true, pass.threads);
+        const Place place{pass, number, row};
+        gated(layer.mlp, layer.activation, normed, rows, x, true, pass.threads, pass.adapted ? &place : nullptr);
     }
 }
 
@@ -343,11 +372,11 @@ static void feed_forward(const Layer& layer, const Pass& pass) {
 
 extern "C" {
 
-// parts: 1: attention, 2: feed-forward network, 3: both.
+// parts: 1: attention, 2: feed-forward network, 3: both. Adapters begin with the first of these layers.
 void ds_layers(const ds::Layer* layers, int64_t count, const ds::Pass* pass, int32_t parts) {
     for (int64_t i = 0; i < count; i++) {
-        if (parts & 1) ds::attention_part(layers[i], *pass);
-        if (parts & 2) ds::feed_forward(layers[i], *pass);
+        if (parts & 1) ds::attention_part(layers[i], *pass, i);
+        if (parts & 2) ds::feed_forward(layers[i], *pass, i);
     }
 }
 

@@ -5,6 +5,8 @@
 
 namespace ds {
 
+struct AdaptedRows;  // adapters.h
+
 // Mirrored by `Pass` in deepspeed/inference/executors/native_tensors.py.
 struct Pass {
     float* x;               // [rows, width], changed in place
@@ -12,7 +14,8 @@ struct Pass {
     const int64_t* pages;   // of all sequences; one page of zeros precedes page 0
     const float* cosines;   // [positions, rotary]
     const float* sines;
-    int64_t rows, sequences, page_size;
+    const AdaptedRows* adapters;  // [adapted], in order of their rows; other rows have no adapter
+    int64_t rows, sequences, page_size, adapted;
     int32_t threads;
 };
 

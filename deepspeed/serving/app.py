@@ -43,6 +43,9 @@ class Endpoints:
         app.get("/v1/models/{name:path}")(self._model)
         app.get("/health")(self._health)
         app.get("/metrics")(self._metrics)
+        if options.allow_runtime_lora_updating:
+            app.post("/v1/load_lora_adapter")(self._load_adapter)
+            app.post("/v1/unload_lora_adapter")(self._unload_adapter)
         app.post("/v1/completions")(self._completions)
         app.post("/v1/chat/completions")(self._chat)
         return app
@@ -75,15 +78,28 @@ class Endpoints:
             "max_model_len": ready.max_length if ready is not None else None,
         }
 
+    def _cards(self) -> list[dict[str, Any]]:
+        card = self._card()
+        return [card, *self._service.adapters.cards(card)]
+
+    async def _load_adapter(self, request: Request) -> Response:
+        self._check_key(request)
+        return Response(await self._service.adapters.load(await self._body(request)), media_type="text/plain")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        self._check_key(request)
+        return Response(await self._service.adapters.unload(await self._body(request)), media_type="text/plain")
+
     async def _models(self, request: Request) -> Response:
         self._check_key(request)
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": self._cards()})
 
     async def _model(self, request: Request, name: str) -> Response:
         self._check_key(request)
-        if name != self._service.options.name:
+        card = next((card for card in self._cards() if card["id"] == name), None)
+        if card is None:
             raise APIError(404, f"The model {name!r} does not exist", "model", "model_not_found")
-        return JSONResponse(self._card())
+        return JSONResponse(card)
 
     async def _health(self) -> Response:
         status, body = self._service.health()

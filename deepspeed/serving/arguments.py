@@ -11,11 +11,13 @@ from pathlib import Path
 
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.inference.gguf_files import is_gguf
+from deepspeed.serving.adapters import OPTION, LoraModule, parse_modules
 from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
-    "cache_bytes": 0, "threads": 0, "speculation": 0, "num_speculative_tokens": 0, "port": 0,
+    "cache_bytes": 0, "max_lora_rank": 0, "threads": 0, "speculation": 0, "num_speculative_tokens": 0, "port": 0,
 }  # fmt: skip
 _LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _LONGEST = 1e8  # seconds; the event loop's clock is limited
@@ -26,8 +28,8 @@ class EngineOptions:
     """Options of the engine process.
 
     Attributes:
-        model: folder of a Transformers model with its tokenizer, or its name on the Hugging Face hub.
-        dtype: "auto" (that of the folder), "fp32", "bf16" or "fp16".
+        model: folder of a Transformers model with its tokenizer, its name on the Hugging Face hub, or a GGUF file.
+        dtype: "auto" (that of the folder; for GGUF as `load_gguf`), "fp32", "bf16" or "fp16".
         quantize: "int8" or "int4" weights; "": none.
         checkpoint: weights that replace those of the folder, in any form that `init_inference` accepts; "": none.
         threads: threads of torch; 0: torch's default.
@@ -43,6 +45,8 @@ class EngineOptions:
         override_generation_config: JSON object whose entries replace those of that file; "": none.
         speculative_model: folder of the draft model, or its name on the hub; "": drafts by n-gram lookup.
         speculative_quantize: "int8" or "int4" weights of the draft model; "": none.
+        lora_modules: LoRA adapters to load at the start.
+        max_lora_rank: largest rank of an adapter; 0: any.
     """
 
     model: str
@@ -61,6 +65,8 @@ class EngineOptions:
     override_generation_config: str = ""
     speculative_model: str = ""
     speculative_quantize: str = ""
+    lora_modules: tuple[LoraModule, ...] = ()
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class ServeOptions:
         allowed_methods: methods that these pages may use.
         allowed_headers: headers that these pages may send.
         allow_credentials: whether these pages may send cookies and other credentials.
+        allow_runtime_lora_updating: whether clients may load and unload adapters.
     """
 
     engine: EngineOptions
@@ -104,6 +111,7 @@ class ServeOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    allow_runtime_lora_updating: bool = False
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
@@ -133,23 +141,36 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         args.model, args.dtype, args.quantize, args.checkpoint, args.threads, args.cache_bytes,
         args.max_sequences, args.max_length, args.max_batch_tokens, speculation, not args.no_prefix_cache,
         not args.no_lossless_weights, args.generation_config, args.override_generation_config, *draft,
+        parse_modules([value for values in args.lora_modules for value in values]), args.max_lora_rank,
     )  # fmt: skip
-    name = args.served_model_name or Path(args.model).name or args.model
+    own = Path(args.model).stem if is_gguf(args.model) else Path(args.model).name
+    name = args.served_model_name or own or args.model
+    if name in {module.name for module in engine.lora_modules}:
+        raise ArgumentError(f"{OPTION}: {name!r} is the name of the model itself")
     origins, methods, headers = (_entries(args, option) for option in _LISTS)
     return ServeOptions(
         engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
         args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
-        args.allow_credentials,
+        args.allow_credentials, args.allow_runtime_lora_updating,
     )  # fmt: skip
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not args.model or not Path(args.model).is_dir():
+def _check_model(args: argparse.Namespace) -> None:
+    if is_gguf(args.model):
+        if args.checkpoint:
+            raise ArgumentError("--checkpoint: a GGUF file has its own weights")
+        if not Path(args.model).is_file():
+            raise ArgumentError(f"there is no file {args.model!r}")
+    elif not args.model or not Path(args.model).is_dir():
         if args.model.count("/") > 1 or args.model[:1] in ("", "/", ".", "~"):
             raise ArgumentError(
                 f"there is no folder {args.model!r}: give one that `save_pretrained` has written, with the tokenizer"
             )
         log_rank0(f"there is no folder {args.model} here: Transformers looks for a model of that name")
+
+
+def _check(args: argparse.Namespace) -> None:
+    _check_model(args)
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")
@@ -223,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
     )
     add = parser.add_argument
-    add("model", help="folder of a Transformers model with its tokenizer")
+    add("model", help="folder of a Transformers model with its tokenizer, or a GGUF file")
     add("--served-model-name", default="", help="its name in requests (default: the folder's)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="0 takes a free one")
@@ -241,6 +262,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--speculative-config", default="", help="JSON object: model, num_speculative_tokens, method, quantization")
     add("--no-prefix-cache", action="store_true")
     add("--no-lossless-weights", action="store_true", help="keep bf16 matrices as they are, not in 12 bits")
+    add(OPTION, nargs="+", action="append", default=[], help="LoRA adapters: name=folder, or a JSON object")
+    add("--max-lora-rank", type=int, default=0, help="of an adapter (default: any)")
+    add("--enable-lora", action="store_true", help="accepted as for vLLM; adapters need no switch")
+    add("--allow-runtime-lora-updating", action="store_true", help="clients may load and unload adapters")
     add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")
     add("--max-body", type=int, default=4 << 20, help="bytes of a request")
     add("--max-choices", type=int, default=64, help="answers to one request")

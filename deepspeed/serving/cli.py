@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import socket
@@ -47,6 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from deepspeed.inference.gguf_files import is_gguf, load_gguf_tokenizer
+
+    if is_gguf(model):
+        return load_gguf_tokenizer(model)
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+
+
 async def serve(options: ServeOptions) -> int:
     """Start the engine and answer requests until a signal or the engine's end.
 
@@ -58,7 +67,6 @@ async def serve(options: ServeOptions) -> int:
         OSError: the address cannot be bound, or there is no tokenizer.
     """
     import uvicorn
-    from transformers import AutoTokenizer
 
     from deepspeed.serving.app import Endpoints
     from deepspeed.serving.metrics import Metrics
@@ -70,8 +78,7 @@ async def serve(options: ServeOptions) -> int:
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
     try:
-        load = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
-        tokenizer = await asyncio.to_thread(load, options.engine.model)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, options.engine.model)
         ready = await loading
     except BaseException:
         await engine.stop(patience=0.0)

@@ -81,7 +81,7 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, group: int | None = None) -> int:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, **how: Any) -> int:
         """Submit a request to the engine.
 
         Args:
@@ -89,7 +89,7 @@ class EngineProcess:
             sampling: keyword arguments of `SamplingParams`.
             put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
                 engine has ended.
-            group: number of a group of requests with the same prompt, whose pages are shared; None: none.
+            how: further fields of `Submit`.
 
         Returns:
             Number of the request.
@@ -97,11 +97,15 @@ class EngineProcess:
         Raises:
             EngineGone: the engine has ended.
         """
+        return self.ask(lambda ident: Submit(ident, tokens, sampling, **how), put)
+
+    def ask(self, message: Callable[[int], Any], put: Put) -> int:
+        """Send the message `message(number)` to the engine, whose answers go to `put`; the rest as in `submit`."""
         if not self.alive:
             raise EngineGone(self.failure or "the engine's process has ended")
         self._next += 1
         self.live[self._next] = put
-        self._outbox.put(Submit(self._next, tokens, sampling, group))
+        self._outbox.put(message(self._next))
         return self._next
 
     def cancel(self, ident: int) -> None:

@@ -120,9 +120,11 @@ def _sampling(stated: Mapping[str, Any], source: str) -> dict[str, float | int]:
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:
-    """Return the entries of a JSON file of a folder or of a model on the hub; {} if there is none."""
+    """Return the entries of a JSON file of a folder or of a model on the hub; {} if there is none, or for a file."""
     from transformers.utils.hub import cached_file
 
+    if Path(folder).is_file():  # GGUF
+        return {}
     path = Path(folder) / name
     if not Path(folder).is_dir():
         cached = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)

@@ -12,13 +12,31 @@ from deepspeed.serving.generation_defaults import GenerationDefaults
 class Submit:
     """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`.
 
-    `group`: number of a group of requests with the same prompt; None: no group.
+    `group` and `adapter` are as in `Request`.
     """
 
     ident: int
     tokens: list[int]
     sampling: dict[str, Any]
     group: int | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Request with the number `ident` to load the LoRA adapter `name` from a folder; answer: `Accepted`, `Refused`."""
+
+    ident: int
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Request with the number `ident` to remove the LoRA adapter `name`; the answer is `Accepted` or `Refused`."""
+
+    ident: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Report that the request with the number `ident` is in the queue."""
+    """Report that the request with the number `ident` is in the queue, or an adapter loaded or removed."""
 
     ident: int
 

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.foundation.log import logger
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import decode_function
+from deepspeed.serving.adapters import ServedAdapters
 from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
@@ -45,7 +46,8 @@ class PendingRequest:
     ) -> None:
         self._service, self.request = service, request
         chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs() is not None
-        self.form = ResponseFormatter(service.options.name, service.tokenizer, chat, logprobs)
+        self._adapter = service.adapters.of(request.model)
+        self.form = ResponseFormatter(self._adapter or service.options.name, service.tokenizer, chat, logprobs)
         self.begun = time.monotonic()
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
@@ -81,7 +83,8 @@ class PendingRequest:
             if first and copies > 1 and not self._beams:
                 group = next(_group_numbers)
             put = self._put(choice.index, copies if self._beams else 1)
-            self._idents[choice.index] = self._service.engine.submit(choice.prompt, sampling, put, group)
+            ident = self._service.engine.submit(choice.prompt, sampling, put, group=group, adapter=self._adapter)
+            self._idents[choice.index] = ident
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
     def _put(self, index: int, answers: int = 1) -> Any:
@@ -183,6 +186,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
+        self.adapters = ServedAdapters(options.engine.lora_modules, [options.name], engine)
         self.started = int(time.time())
         self.draining = False
         self.pending: set[PendingRequest] = set()
@@ -228,7 +232,7 @@ class Service:
         Raises:
             APIError: the request is invalid (status 400 or 404), or the server cannot accept it (429 or 503).
         """
-        if request.model != self.options.name:
+        if request.model != self.options.name and self.adapters.of(request.model) is None:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
         prompt_count = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())

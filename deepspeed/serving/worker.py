@@ -11,10 +11,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import ArgumentError, LengthError, RequestError
+from deepspeed.errors import ArgumentError, DeepSpeedError, LengthError, RequestError
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.generation_defaults import ENDS, read_defaults
-from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
+from deepspeed.serving.ipc import (
+    Accepted,
+    Cancel,
+    Failed,
+    LoadAdapter,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+    TokenChunk,
+    UnloadAdapter,
+)
 
 BEAT = 0.5  # seconds between heartbeats without work
 
@@ -24,14 +36,17 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    from deepspeed.inference.engine import init_inference
+    from deepspeed.inference.gguf_files import is_gguf, load_gguf
     from deepspeed.inference.quantization.compressed_tensors import unread
 
     if options.threads:
         torch.set_num_threads(options.threads)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     wanted: Any = dtypes.get(options.dtype, "auto")
+    if is_gguf(options.model):
+        model, tokenizer = load_gguf(options.model, None if wanted == "auto" else wanted)
+        return _engine_of(model, wanted, options, "").module, tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     packed = getattr(config, "quantization_config", None)
     readable = packed and Path(options.model).is_dir() and not unread(packed)  # Transformers loads other formats
@@ -39,17 +54,25 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     if checkpoint:
         dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # default: that of the folder
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, **dtype_argument)
+            model = AutoModelForCausalLM.from_config(config, **dtype_argument)
         if (Path(options.model) / "generation_config.json").is_file():  # it may name further end tokens
             model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
+    return _engine_of(model, wanted, options, checkpoint).module, tokenizer
+
+
+def _engine_of(model: Any, wanted: Any, options: EngineOptions, checkpoint: str) -> Any:
+    import torch
+
+    from deepspeed.inference.engine import init_inference
+
     dtype = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
     keys: dict[str, Any] = {"checkpoint": checkpoint} if checkpoint else {}
     if options.quantize:
         keys |= {"quant": {"weight": {"num_bits": int(options.quantize.removeprefix("int"))}}}
         dtype = torch.int8
-    return init_inference(model, dtype=dtype, **keys).module, tokenizer
+    return init_inference(model, dtype=dtype, **keys)
 
 
 def main(options: EngineOptions, pipe: Connection) -> None:
@@ -120,6 +143,9 @@ class _Engine:
             draft_model=load_draft(options, tokenizer),
             lossless_weights=options.lossless_weights,
         )
+        self.max_rank = options.max_lora_rank or None
+        for module in options.lora_modules:
+            self.generator.add_adapter(module.name, module.path, self.max_rank)
 
     def ready(self) -> Ready:
         """Return the report that the model is loaded."""
@@ -151,6 +177,8 @@ class _Engine:
                 self._submit(message)
             elif isinstance(message, Cancel):
                 self.generator.cancel(message.ident)
+            elif isinstance(message, LoadAdapter | UnloadAdapter):
+                self._change_adapters(message)
             elif isinstance(message, Stop):
                 self.ending = True
 
@@ -160,13 +188,25 @@ class _Engine:
 
         try:
             sampling = SamplingParams(**message.sampling)
-            self.generator.submit(Request(message.ident, message.tokens, sampling, group=message.group))
+            self.generator.submit(Request(message.ident, message.tokens, sampling, message.group, message.adapter))
         except LengthError as error:
             self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))
         except RequestError as error:
             self.pipe.send(Refused(message.ident, str(error)))
         except Exception as error:  # errors of the tokenizer or the model must not affect other requests
             self.pipe.send(Refused(message.ident, f"{type(error).__name__}: {error}", "model_error"))
+        else:
+            self.pipe.send(Accepted(message.ident))
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self.generator.add_adapter(message.name, message.folder, self.max_rank)
+            else:
+                self.generator.remove_adapter(message.name)
+        except Exception as error:  # a damaged folder must not affect requests
+            known = isinstance(error, DeepSpeedError)
+            self.pipe.send(Refused(message.ident, str(error) if known else f"{type(error).__name__}: {error}"))
         else:
             self.pipe.send(Accepted(message.ident))
 

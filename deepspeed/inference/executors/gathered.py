@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import accepts, cache_argument, with_cache
+from deepspeed.inference.adapters import Part, applied
 from deepspeed.inference.executors.paged import KVCache, NoLayers
 from deepspeed.inference.executors.ragged_batch import AttentionGroup, RaggedBatch
 
@@ -154,7 +155,12 @@ class GatheringExecutor:
                 inputs["position_ids"] = group.positions
             if self.keeps:
                 inputs["logits_to_keep"] = max(*wanted, 1)
-            output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
+            count, adapters = group.rows.shape[1], [batch.spans[i].adapter for i in chosen]
+            parts: list[Part] = [
+                (slice(n * count, (n + 1) * count), a) for n, a in enumerate(adapters) if a is not None
+            ]
+            with applied(self.model, parts, group.rows.numel()):
+                output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
             if not cache.layer_used:
                 raise PackingError("it keeps nothing in the cache it is given")
             for sequence_logits, i, count in zip(output.logits, chosen, wanted, strict=True):

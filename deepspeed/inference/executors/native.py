@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
+from deepspeed.inference.adapters import LoraAdapter
+from deepspeed.inference.executors.native_adapters import adapted_rows, bind
 from deepspeed.inference.executors.native_experts import clear_rows, experts_of, is_mixture, routing_of
 from deepspeed.inference.executors.native_tensors import (
     GROUP,
@@ -448,13 +450,20 @@ class FusedExecutor:
             spans.extend((row, len(span.tokens), span.start, len(pages)))
             pages.extend(span.pages)
             row += len(span.tokens)
+        adapted = adapted_rows(batch, first)
         description = Pass(
             x=x.data_ptr(), spans=spans.buffer_info()[0], pages=pages.buffer_info()[0],
             cosines=self._cosines.data_ptr(), sines=self._sines.data_ptr(),
             rows=row, sequences=len(batch.spans), page_size=batch.page_size, threads=threads(),
+            adapters=ctypes.addressof(adapted), adapted=len(adapted),
         )  # fmt: skip
         start = ctypes.addressof(self.structure.layers[first])
         functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
+
+    def bind(self, adapter: LoraAdapter) -> None:
+        """Prepare an adapter for native passes; PackingError if it changes a module whose changes are not native."""
+        if self.structure.blocks:
+            bind(adapter, self.model, self.structure.blocks, self.structure.layers)
 
     def settle(self) -> None:
         """Move `PackedWeight` modules of the model to huge pages, which are faster to read, if the system has any."""

@@ -103,8 +103,8 @@ class Pass(ctypes.Structure):
     """ctypes mirror of `Pass` in decoder.h: rows, sequences and block tables of one pass."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "spans", "pages", "cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("rows", "sequences", "page_size")),
+        *((name, ctypes.c_void_p) for name in ("x", "spans", "pages", "cosines", "sines", "adapters")),
+        *((name, ctypes.c_int64) for name in ("rows", "sequences", "page_size", "adapted")),
         ("threads", ctypes.c_int32),
     ]
 

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import IMMATERIAL, accepts, cache_argument, with_cache
+from deepspeed.inference.adapters import applied, parts_of
 from deepspeed.inference.executors.ragged_batch import AttentionGroup, RaggedBatch
 
 NAME = "deepspeed_pages"
@@ -325,7 +326,7 @@ class PagedExecutor:
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
         cache = PagedCache(self.store, batch)
         inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
-        with self._attending(cache):
+        with self._attending(cache), applied(self.model, parts_of(batch), len(batch.tokens)):
             output = self.model(**inputs, **with_cache(self._cached, cache), **keep)
         self.rules, self.scales = cache.rules, cache.scales
         if not cache.handed:

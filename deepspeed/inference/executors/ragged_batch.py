@@ -28,6 +28,7 @@ class BatchSlice:
         wanted: number of last rows with requested logits: 1 for the last token, and 1 for each draft token after it; 0
             in prefill, if tokens of the prompt remain.
         sequence: the sequence, for the scheduler.
+        adapter: `LoraAdapter` of these rows; None: the model alone.
     """
 
     tokens: Sequence[int]
@@ -35,6 +36,7 @@ class BatchSlice:
     pages: Sequence[int]
     wanted: int = 1
     sequence: Any = None
+    adapter: Any = None
 
     @property
     def end(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.foundation.transformers_model import config_of, text_config, vocabulary_size
+from deepspeed.inference.adapters import LoraAdapter, applied
 from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
@@ -98,16 +99,22 @@ def _sequences(model: nn.Module) -> list[list[int]]:
     return [[usable[(7 * i + 11 * which + 5) % len(usable)] for i in range(10)] for which in range(3)]
 
 
-def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Return the logits [tokens, vocabulary] of the model itself, with the inputs that its `generate` would pass."""
+def _alone(model: nn.Module, tokens: list[int], adapter: LoraAdapter | None = None) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] of the model itself, with the inputs that its `generate` would pass.
+
+    With an `adapter`, the model's modules add its changes to all rows.
+    """
     ids = torch.tensor([tokens], device=device_of(model))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if accepts(model, "position_ids"):
         inputs["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
-    return model(**inputs, **without_cache(model)).logits[0]
+    with applied(model, [] if adapter is None else [(slice(None), adapter)], None):
+        return model(**inputs, **without_cache(model)).logits[0]
 
 
-def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
+def _noise(
+    model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor], adapter: LoraAdapter | None = None
+) -> float:
     """Estimate the rounding noise of a 16-bit model's logits: their change when embeddings change by a step of bf16.
 
     In some models, rounding errors grow from layer to layer and exceed `tolerance`. The native form rounds less often
@@ -117,6 +124,7 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
         model: the model.
         sequences: tokens of each test sequence.
         wanted: the model's own logits for them.
+        adapter: adapter of all of them; None: none.
 
     Returns:
         Allowed absolute difference of logits; 0 for fp32 and fp64, and without an input embedding.
@@ -134,7 +142,7 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 
     handle = table.register_forward_hook(nudge)
     try:
-        moved = [[_alone(model, tokens) for tokens in sequences] for _ in range(nudges)]
+        moved = [[_alone(model, tokens, adapter) for tokens in sequences] for _ in range(nudges)]
     finally:
         handle.remove()
     largest = max(map(largest_value, wanted))
@@ -144,7 +152,11 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 
 
 def _probe(
-    executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
+    executor: Any,
+    sequences: list[list[int]],
+    wanted: list[torch.Tensor],
+    noise: Callable[[], float] = float,
+    adapters: Sequence[LoraAdapter | None] = (None, None, None),
 ) -> str | None:
     """Compare an executor's logits with those of the model itself.
 
@@ -154,6 +166,7 @@ def _probe(
         wanted: the model's own logits for them.
         noise: function that returns the allowed difference; called only if the logits differ by more than `tolerance`,
             because it runs further passes.
+        adapters: adapter of each test sequence.
 
     Returns:
         None if the logits agree, else a description of the difference.
@@ -161,7 +174,10 @@ def _probe(
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
-        spans = [BatchSlice(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
+        spans = [
+            BatchSlice(sequences[i][start:end], start, pages[i], end - start, adapter=adapters[i])
+            for i, start, end in rows
+        ]
         batch = RaggedBatch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
         logits = executor.run(batch)
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
@@ -262,6 +278,35 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
                 return (_fused(executor, sequences, wanted, noise) if fused else executor), why
             why = why or reason
     return None, reason or why
+
+
+@torch.no_grad()
+def why_not_adapted(executor: Any, adapter: LoraAdapter, compare: bool = True) -> str | None:
+    """Return the reason why an executor cannot use an adapter, or None. It is ready for the executor's passes then.
+
+    With `compare`, as for the choice of an executor, logits of mixed passes, with rows of the adapter and of the model
+    alone, are compared with those of the model's modules on each sequence by itself.
+    """
+    if executor is None:
+        return "requests go through the model's own generate, which has no adapters"
+    model, store = executor.model, executor.store
+    sequences, adapters = _sequences(model), (adapter, None, adapter)
+    with exclusive_pass(model), ModuleState(model).turn():
+        try:
+            if isinstance(executor, FusedExecutor):
+                executor.bind(adapter)
+            if not compare:
+                return None
+            wanted = [_alone(model, tokens, used) for tokens, used in zip(sequences, adapters, strict=True)]
+            noise = functools.cache(
+                lambda: _noise(model, sequences[::2], wanted[::2], adapter) + _noise(model, sequences[1:2], wanted[1:2])
+            )
+            executor.store = store.resized(16, PROBE_PAGE)
+            return _probe(executor, sequences, wanted, noise, adapters)
+        except PackingError as error:
+            return _say(error)
+        finally:
+            executor.store = store
 
 
 def _windows(model: nn.Module) -> dict[int, int]:

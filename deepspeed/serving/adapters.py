@@ -1,0 +1,139 @@
+"""LoRA adapters of the server: their options, their names in requests, and loading while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deepspeed.errors import ArgumentError
+from deepspeed.serving.ipc import Accepted, LoadAdapter, Refused, UnloadAdapter
+from deepspeed.serving.protocol import APIError
+
+OPTION = "--lora-modules"
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """Adapter of the server: its name in requests, its folder, and the name of its base model ("": the served one)."""
+
+    name: str
+    path: str
+    base_model_name: str = ""
+
+
+def parse_modules(values: Sequence[str]) -> tuple[LoraModule, ...]:
+    """Parse the values of `--lora-modules`: `name=path`, or a JSON object with `name`, `path`, `base_model_name`.
+
+    Raises:
+        ArgumentError: a value has another form, or two have one name.
+    """
+    modules: dict[str, LoraModule] = {}
+    for value in values:
+        try:
+            if value.lstrip().startswith("{"):
+                module = LoraModule(**{key: entry for key, entry in json.loads(value).items() if entry is not None})
+            else:
+                name, _, path = value.partition("=")
+                module = LoraModule(name, path)
+        except (ValueError, TypeError):
+            module = LoraModule("", "")
+        if not all(isinstance(entry, str) for entry in vars(module).values()) or not module.name or not module.path:
+            raise ArgumentError(f'{OPTION} {value!r}: name=path, or {{"name": …, "path": …, "base_model_name": …}}')
+        if module.name in modules:
+            raise ArgumentError(f"{OPTION}: there are two adapters {module.name!r}")
+        modules[module.name] = module
+    return tuple(modules.values())
+
+
+class LoadBody(BaseModel):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(BaseModel):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str
+
+
+def _parsed(body: bytes, kind: type[BaseModel]) -> Any:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "The body"
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+        raise APIError(400, f"{where}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, code) from None
+
+
+class ServedAdapters:
+    """Adapters of the engine by their names in requests.
+
+    Args:
+        modules: adapters that the engine has loaded at its start.
+        taken: names of the model itself.
+        engine: the `EngineProcess`.
+    """
+
+    def __init__(self, modules: Sequence[LoraModule], taken: Sequence[str], engine: Any) -> None:
+        self._taken, self._engine = tuple(taken), engine
+        self.modules = {module.name: module for module in modules}
+
+    def cards(self, card: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the entries of `/v1/models`, made of that of the model."""
+        return [
+            {**card, "id": module.name, "root": module.path, "parent": module.base_model_name or card["id"]}
+            for module in self.modules.values()
+        ]
+
+    def of(self, name: str) -> str | None:
+        """Return the name of the adapter that a request for the model `name` uses; None: the model alone."""
+        return name if name in self.modules else None
+
+    async def load(self, body: bytes) -> str:
+        """Load an adapter by the body of a request; returns a text for the answer.
+
+        Raises:
+            APIError: status 400: the body is invalid, the name is in use, or the engine refuses the adapter.
+        """
+        wanted = _parsed(body, LoadBody)
+        if not wanted.lora_name or wanted.lora_name in (*self._taken, *self.modules):
+            raise APIError(400, f"The name {wanted.lora_name!r} is in use", "lora_name", "invalid_value")
+        await self._ask(lambda ident: LoadAdapter(ident, wanted.lora_name, wanted.lora_path))
+        self.modules[wanted.lora_name] = LoraModule(wanted.lora_name, wanted.lora_path)
+        return f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
+
+    async def unload(self, body: bytes) -> str:
+        """Remove an adapter; requests in progress finish with it. `APIError` (404) if there is none of this name."""
+        name = _parsed(body, UnloadBody).lora_name
+        if self.modules.pop(name, None) is None:
+            raise APIError(404, f"There is no adapter {name!r}", "lora_name", "model_not_found")
+        await self._ask(lambda ident: UnloadAdapter(ident, name))
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _ask(self, message: Any) -> None:
+        """Send a message to the engine and wait for its answer; raises `APIError` for a refusal."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def put(result: Any) -> None:
+            if not answer.done():
+                answer.set_result(result)
+
+        ident = self._engine.ask(message, put)
+        try:
+            result = await answer
+        finally:
+            self._engine.live.pop(ident, None)
+        if isinstance(result, Refused):
+            raise APIError(400, result.reason, "lora_path", result.code)
+        if not isinstance(result, Accepted):
+            raise APIError(503, "the engine has ended", code="engine_ended")
