@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed.inference.executors.ragged_batch import BatchSlice
-from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
+from deepspeed.inference.kv_cache import BlockPool, Match, PrefixBlock
 
 
 @dataclass(eq=False)
@@ -27,6 +27,18 @@ class TokenSequence:
     prefix: PrefixBlock | None = None  # node above the next full block in the prefix tree; None: not added
     registered: int = 0  # number of leading blocks added to the prefix tree
     reused: int = 0  # number of tokens reused from other sequences on admission
+    priority: int = 0  # lower numbers come first
+    # Number of first rows that this sequence computes itself, since their logits or hidden states are requested, which
+    # cached pages lack; and how many of them are done.
+    own_rows: int = 0
+    own_done: int = 0
+    hidden: bool = False  # whether hidden states are requested in place of logits
+    cached: int | None = None  # `reused` of the first admission; None: not admitted yet
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in the order of sequences: by priority, then by arrival."""
+        return self.priority, self.arrival
 
     @property
     def pending(self) -> int:
@@ -40,10 +52,12 @@ class TokenSequence:
 
 
 class Scheduler:
-    """Scheduler that plans decoding sequences before sequences in prefill, and the oldest of each first.
+    """Scheduler that plans decoding sequences before sequences in prefill, and the first of each first.
 
-    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no block left, the
-    youngest running sequence is preempted: its blocks return to the pool, and the sequence returns to the queue.
+    First is who has the lowest priority number, then the oldest. Prefill is split into chunks. Blocks are allocated
+    when tokens need them. When the pool has no block left, the last running sequence is preempted: its blocks return to
+    the pool, and the sequence returns to the queue. A waiting sequence also preempts running ones with a higher
+    priority number if it cannot be admitted beside them.
 
     Args:
         pool: the block pool.
@@ -66,9 +80,10 @@ class Scheduler:
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
         self.min_chunk, self.max_chunk = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[TokenSequence] = []  # in order of arrival
-        self.waiting: deque[TokenSequence] = deque()  # in order of arrival
+        self.running: list[TokenSequence] = []  # in order of rank
+        self.waiting: deque[TokenSequence] = deque()  # in order of rank
         self.preemptions = 0
+        self.looked_up = self.reused = 0  # tokens of admitted prompts looked up in the prefix cache, and found there
 
     @property
     def idle(self) -> bool:
@@ -80,8 +95,8 @@ class Scheduler:
         return self._pages_for(tokens) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
-        """Append a sequence to the queue; the caller has to check `fits` for its maximum length."""
-        self.waiting.append(sequence)
+        """Insert a sequence in the queue by its rank; the caller has to check `fits` for its maximum length."""
+        self._queue(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a finished or cancelled sequence; its blocks return to the pool at once."""
@@ -98,12 +113,13 @@ class Scheduler:
             drafts: function (decoding sequence, maximum number) that returns draft tokens; None: no drafts.
 
         Returns:
-            One slice for each sequence in the pass, in order of arrival.
+            One slice for each sequence in the pass, in order of rank.
         """
+        self._make_way()
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
         left = self.max_tokens
-        order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.arrival))
+        order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.rank))
         decoding = sum(sequence.decodes for sequence in order)
         chunk = min(self.max_chunk, max(self.min_chunk, 2 * decoding)) if decoding else self.max_tokens
         for number, sequence in enumerate(order):
@@ -123,7 +139,7 @@ class Scheduler:
                 left -= len(slices[sequence].tokens)
         if self.preemptions == before:  # otherwise blocks are short, and no sequence is admitted
             self._admit(slices, left, chunk)
-        return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
+        return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.rank)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
         """Update a sequence after a pass: count the computed tokens, append new ones, and register full blocks.
@@ -135,6 +151,7 @@ class Scheduler:
         sequence = rows.sequence
         sequence.computed = rows.start + rows.count + max(len(accepted) - 1, 0)
         sequence.tokens += accepted
+        sequence.own_done = max(sequence.own_done, min(rows.start + rows.count, sequence.own_rows))
         size = self.pool.size
         while sequence.prefix is not None and (sequence.registered + 1) * size <= sequence.computed:
             first = sequence.registered * size
@@ -151,7 +168,7 @@ class Scheduler:
         """Add a slice with `count` tokens of a sequence and its drafts to `slices`; preempt others if blocks are short.
 
         Returns:
-            `count`; 0 if `count` is not positive, or if this sequence itself was the youngest and was preempted.
+            `count`; 0 if `count` is not positive, or if this sequence itself was the last and was preempted.
         """
         if count <= 0:
             return 0
@@ -160,42 +177,75 @@ class Scheduler:
             drafts = ()  # no preemption for drafts
         need = self._pages_for(start + count + len(drafts))
         while need - len(sequence.pages) > self.pool.available:
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            slices.pop(youngest, None)  # the victim may be in this pass already
-            if youngest is sequence:
+            last = self.running[-1]
+            self._preempt(last)
+            slices.pop(last, None)  # the victim may be in this pass already
+            if last is sequence:
                 return 0
         while len(sequence.pages) < need:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
         # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
-        # the token chosen before it.
-        logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
-        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
+        # the token chosen before it. Requests may also want those of their prompt's rows, once.
+        logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) and not sequence.hidden else 0
+        own = max(min(start + count, sequence.own_rows) - max(start, sequence.own_done), 0)
+        scored = 0 if sequence.hidden else own
+        rows = tokens, start, sequence.pages, logits_wanted + scored, sequence, scored, sequence.hidden
+        slices[sequence] = BatchSlice(*rows)
         return count
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
-        """Admit waiting sequences, the oldest first, while the pass has rows for them and the pool has blocks."""
+        """Admit waiting sequences, the first first, while the pass has rows for them and the pool has blocks."""
         while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
             sequence = self.waiting[0]
             if not self._room_for(sequence):
                 return
-            self.waiting.popleft()
-            bisect.insort(self.running, sequence, key=lambda other: other.arrival)
-            self._reuse(sequence)
+            self._start(sequence)
             scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
             if not scheduled:  # preempted: the copy of a shared block used the last block; the next plan has room
                 return
             left, chunk = left - scheduled, chunk - scheduled
 
-    def _room_for(self, sequence: TokenSequence) -> bool:
+    def _start(self, sequence: TokenSequence) -> None:
+        """Move the first waiting sequence to the running ones."""
+        self.waiting.popleft()
+        bisect.insort(self.running, sequence, key=lambda other: other.rank)
+        self._reuse(sequence)
+
+    def _make_way(self) -> None:
+        """Admit the first waiting sequence if it precedes running ones by priority, if need be by their preemption."""
+        if not self.waiting or not self.running or self.waiting[0].priority >= self.running[-1].priority:
+            return
+        first = self.waiting[0]
+        below = [other for other in self.running if other.priority > first.priority]
+        freed = {page for other in below for page in other.pages if self.pool.references(page) == 1}
+        left = len(self.running) - len(below)
+        if left >= self.max_sequences or not self._room_for(first, left, len(freed)):
+            return  # all of them together would not make enough room
+        while len(self.running) >= self.max_sequences or not self._room_for(first):
+            if self.running[-1].priority <= first.priority:  # pages that they share with it were counted twice
+                return
+            self._preempt(self.running[-1])
+        self._start(first)
+
+    def _room_for(self, sequence: TokenSequence, running: int | None = None, freed: int = 0) -> bool:
         """Whether the pool has blocks for all tokens of a sequence, plus one for each running sequence.
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
+
+        Args:
+            sequence: a waiting sequence.
+            running: number of running sequences; None: those that run.
+            freed: number of blocks that are counted besides the available ones.
         """
-        held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
+        running = len(self.running) if running is None else running
+        held = {node.page for node in self._match(sequence).nodes if self.pool.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
-        return need + len(self.running) <= self.pool.available or not self.running
+        return need + running <= self.pool.available + freed or not running
+
+    def _match(self, sequence: TokenSequence) -> Match:
+        """Return the cached blocks for a sequence: none if it has to compute rows itself."""
+        return self.pool.match(sequence.tokens if sequence.own_done >= sequence.own_rows else sequence.tokens[:1])
 
     def _reuse(self, sequence: TokenSequence) -> None:
         """Assign cached blocks to the first tokens of a sequence (prefix caching).
@@ -203,7 +253,7 @@ class Scheduler:
         Full blocks are shared. A block that matches partially is copied, if another is free: the sequence will write
         to the copy.
         """
-        match = self.pool.match(sequence.tokens)
+        match = self._match(sequence)
         for node in match.nodes:
             self.pool.share(node.page)
             sequence.pages.append(node.page)
@@ -219,13 +269,24 @@ class Scheduler:
                 sequence.computed += match.partial
             self.pool.release(source)
         sequence.reused = sequence.computed
+        if sequence.cached is None:
+            sequence.cached = sequence.reused
+            self.looked_up += len(sequence.tokens)
+            self.reused += sequence.reused
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Preempt a running sequence: release its blocks, keep its tokens, and queue it in order of arrival."""
+        """Preempt a running sequence: release its blocks, keep its tokens, and queue it in order of rank."""
         self.preemptions += 1
         self.running.remove(sequence)
         self._drop(sequence)
-        place = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
+        self._queue(sequence)
+
+    def _queue(self, sequence: TokenSequence) -> None:
+        """Insert a sequence in the queue, in order of rank."""
+        if not self.waiting or self.waiting[-1].rank < sequence.rank:
+            self.waiting.append(sequence)
+            return
+        place = next(i for i, other in enumerate(self.waiting) if other.rank > sequence.rank)
         self.waiting.insert(place, sequence)
 
     def _drop(self, sequence: TokenSequence) -> None:

@@ -154,7 +154,8 @@ class GatheringExecutor:
                 inputs["position_ids"] = group.positions
             if self.keeps:
                 inputs["logits_to_keep"] = max(*wanted, 1)
-            output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
+            with batch.recording(self.model, group.rows):
+                output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
             if not cache.layer_used:
                 raise PackingError("it keeps nothing in the cache it is given")
             for sequence_logits, i, count in zip(output.logits, chosen, wanted, strict=True):
