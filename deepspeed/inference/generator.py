@@ -329,8 +329,7 @@ class Generator:
 
         Raises:
             RequestError: the prompt is empty, a token of the prompt or of the options is outside of the vocabulary, the
-                ident is in use, stop strings have no tokenizer, or the model gives no hidden states or log-probabilities
-                of prompts.
+                ident is in use, stop strings have no tokenizer, or the model gives no embeddings or scores of prompts.
             LengthError: prompt and answer exceed the limit of the generator or of the cache; also a RequestError.
             UsageError: the generator is closed.
         """

@@ -1,4 +1,4 @@
-"""What requests want of their prompt's rows: log-probabilities of its tokens, or an embedding from its hidden states."""
+"""What requests want of their prompt's rows: log-probabilities of its tokens, or an embedding from hidden states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PooledStates:
 
     def __init__(self, kind: str) -> None:
         self._kind, self._count = kind, 0
-        self._state: torch.Tensor | None = None  # sum of the rows, the last or the first one
+        self._state = torch.zeros(())  # sum of the rows, the last or the first one
 
     def add(self, states: torch.Tensor) -> None:
         """Take the states [rows, hidden size] of the positions after those so far."""
@@ -65,13 +65,12 @@ class PooledStates:
         states = states.detach().cpu().double()
         self._count += len(states)
         if self._kind == "mean":
-            self._state = states.sum(0) if self._state is None else self._state + states.sum(0)
+            self._state = self._state + states.sum(0)
         else:
             self._state = states[-1 if self._kind == "last" else 0]
 
     def embedding(self) -> list[float] | None:
         """Return the pooled state, [hidden size]; None if it is not finite."""
-        assert self._state is not None
         pooled = (self._state / self._count if self._kind == "mean" else self._state).float()
         return pooled.tolist() if bool(pooled.isfinite().all()) else None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.inference.request import POOLINGS
 from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
 
 _LEAST = {
@@ -66,6 +67,9 @@ class ServeOptions:
     Attributes:
         engine: options of the engine process.
         name: name of the model in requests and answers.
+        aliases: further names of the model in requests.
+        pooling: how embeddings are made of the last hidden states: "mean", "last" or "cls" (of the first token).
+        normalize: whether embeddings have the length 1.
         host: address to listen on.
         port: port to listen on; 0: a free one.
         api_keys: accepted bearer tokens; empty: no authentication.
@@ -100,6 +104,14 @@ class ServeOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    aliases: tuple[str, ...] = ()
+    pooling: str = "mean"
+    normalize: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, the first of which is in answers."""
+        return self.name, *self.aliases
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
@@ -129,12 +141,15 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         args.max_sequences, args.max_length, args.max_batch_tokens, args.speculation, not args.no_prefix_cache,
         not args.no_lossless_weights, args.generation_config, args.override_generation_config,
     )  # fmt: skip
-    name = args.served_model_name or Path(args.model).name or args.model
+    names = list(dict.fromkeys(name for several in args.served_model_name for name in several))
+    if not all(names):
+        raise ArgumentError("--served-model-name is empty; leave it out for the folder's")
+    names = names or [Path(args.model).name or args.model]
     origins, methods, headers = (_entries(args, option) for option in _LISTS)
     return ServeOptions(
-        engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
+        engine, names[0], args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
         args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
-        args.allow_credentials,
+        args.allow_credentials, tuple(names[1:]), args.pooling, not args.no_normalize,
     )  # fmt: skip
 
 
@@ -188,7 +203,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help="folder of a Transformers model with its tokenizer")
-    add("--served-model-name", default="", help="its name in requests (default: the folder's)")
+    add("--served-model-name", action="append", nargs="+", default=[],
+        help="its names in requests, the first of which is in answers (default: the folder's)")  # fmt: skip
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
@@ -197,7 +213,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="of the engine (default: torch's choice)")
     add("--cache-bytes", type=int, default=0, help="memory of keys and values")
     add("--max-sequences", type=int, default=64, help="that run at once")
-    add("--max-length", type=int, default=0, help="tokens of prompt and answer (default: the model's limit)")
+    add(
+        "--max-length",
+        "--max-model-len",
+        type=int,
+        default=0,
+        help="tokens of prompt and answer (default: the model's limit)",
+    )
     add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
     add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
     add("--no-prefix-cache", action="store_true")
@@ -214,6 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", default="", help="Jinja file")
     add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
     add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
+    add("--pooling", default=POOLINGS[0], choices=POOLINGS, help="of the last hidden states to embeddings")
+    add("--no-normalize", action="store_true", help="embeddings keep their length")
     add("--allowed-origins", action="append", default=[], help="origin of pages in a browser (CORS), or a JSON list")
     add("--allowed-methods", action="append", default=[], help="that these pages may use (default: all)")
     add("--allowed-headers", action="append", default=[], help="that these pages may send (default: all)")

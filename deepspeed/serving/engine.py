@@ -81,7 +81,7 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put) -> int:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, **fields: Any) -> int:
         """Submit a request to the engine.
 
         Args:
@@ -89,6 +89,7 @@ class EngineProcess:
             sampling: keyword arguments of `SamplingParams`.
             put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
                 engine has ended.
+            fields: further fields of `Submit`.
 
         Returns:
             Number of the request.
@@ -100,7 +101,7 @@ class EngineProcess:
             raise EngineGone(self.failure or "the engine's process has ended")
         self._next += 1
         self.live[self._next] = put
-        self._outbox.put(Submit(self._next, tokens, sampling))
+        self._outbox.put(Submit(self._next, tokens, sampling, **fields))
         return self._next
 
     def cancel(self, ident: int) -> None:

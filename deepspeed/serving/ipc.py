@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.serving.generation_defaults import GenerationDefaults
 
 
 @dataclass(frozen=True)
 class Submit:
-    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`."""
+    """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`.
+
+    `priority` and `pooling` are those of `deepspeed.inference.request.Request`.
+    """
 
     ident: int
     tokens: list[int]
     sampling: dict[str, Any]
+    priority: int = 0
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,21 @@ class Refused:
     code: str = "invalid_value"
 
 
+class ScoredToken(NamedTuple):
+    """Log-probability of a token of a prompt; see `deepspeed.inference.request.Logprob`."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int
+
+
 @dataclass(frozen=True)
 class TokenChunk:
     """New tokens of a request; see `deepspeed.inference.request.Output`.
 
     `logprobs`: (token, log-probability, alternatives as (token, log-probability)) for each token; None: not requested.
+    `prompt_logprobs` has an entry for each token of the prompt, in the first chunk only.
     """
 
     ident: int
@@ -86,6 +101,9 @@ class TokenChunk:
     finish_reason: str | None
     matched: int | str | None
     error: str | None = None
+    prompt_logprobs: list[ScoredToken | None] | None = None
+    cached_tokens: int = 0
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,7 @@ class Step:
         free_pages, pages: pages of the KV cache.
         preemptions: number of preempted sequences so far.
         idle: whether there was no work.
+        looked_up, reused: numbers of tokens looked up and found in the prefix cache so far.
     """
 
     number: int
@@ -109,3 +128,5 @@ class Step:
     pages: int = 0
     preemptions: int = 0
     idle: bool = False
+    looked_up: int = 0
+    reused: int = 0

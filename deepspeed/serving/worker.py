@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed.errors import LengthError, RequestError
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.generation_defaults import ENDS, read_defaults
-from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
+from deepspeed.serving.ipc import Accepted, Cancel, Failed, Ready, Refused, ScoredToken, Step, Stop, Submit, TokenChunk
 
 BEAT = 0.5  # seconds between heartbeats without work
 
@@ -134,7 +134,9 @@ class _Engine:
         from deepspeed.inference.sampling_params import SamplingParams
 
         try:
-            self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
+            sampling = SamplingParams(**message.sampling)
+            request = Request(message.ident, message.tokens, sampling, message.priority, message.pooling)
+            self.generator.submit(request)
         except LengthError as error:
             self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))
         except RequestError as error:
@@ -148,10 +150,19 @@ class _Engine:
         chunks = []
         for o in outputs:
             logprobs = None if o.logprobs is None else [(p.token, p.logprob, tuple(p.top)) for p in o.logprobs]
-            chunks.append(TokenChunk(o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error))
+            scored = o.prompt_logprobs and [
+                p and ScoredToken(p.token, p.logprob, p.top, p.rank) for p in o.prompt_logprobs
+            ]
+            chunks.append(
+                TokenChunk(
+                    o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error, scored, o.cached_tokens,
+                    o.embedding,
+                )
+            )  # fmt: skip
         stats = self.generator.load()
         self.pipe.send(
             Step(
-                self.steps, chunks, stats.running, stats.waiting, stats.free_pages, stats.pages, stats.preemptions, idle
+                self.steps, chunks, stats.running, stats.waiting, stats.free_pages, stats.pages, stats.preemptions,
+                idle, stats.looked_up, stats.reused,
             )
-        )
+        )  # fmt: skip

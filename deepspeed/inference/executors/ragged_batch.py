@@ -127,12 +127,12 @@ class RaggedBatch:
 
         def record(module: Any, args: Any, output: Any) -> None:
             states = output[0].detach()
+            if rows is None:
+                self.hidden = states[0]
+                return
             if self.hidden is None:
                 self.hidden = states.new_zeros(len(self.tokens), states.shape[-1])
-            if rows is None:
-                self.hidden.copy_(states[0])
-            else:
-                self.hidden[rows] = states
+            self.hidden[rows] = states
 
         handle = model.base_model.register_forward_hook(record)
         try:

@@ -125,7 +125,8 @@ def test_embeddings_are_pooled_hidden_states(way: str, pooling: str) -> None:
         requests = [Request(("text", text), prompt, PLAIN) for text, prompt in enumerate(TEXTS)]
         before = -1 if way == "preempted" else 0
         requests += [
-            Request(("state", text), prompt, pooling=pooling, priority=before * text) for text, prompt in enumerate(TEXTS)
+            Request(("state", text), prompt, pooling=pooling, priority=before * text)
+            for text, prompt in enumerate(TEXTS)
         ]
         found = run(generator, requests)
         for text, prompt in enumerate(TEXTS):
