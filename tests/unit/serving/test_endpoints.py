@@ -260,7 +260,10 @@ def test_metrics_by_vllms_names(tiny: InlineServer) -> None:
     grown = {key: after[key] - before[key] for key in after if "_bucket" not in key[0]}
     length = len("metrics of a prompt")
     assert grown["vllm:prompt_tokens_total", ""] == grown["vllm:prefix_cache_queries_total", ""] == 2 * length
-    assert grown["vllm:prefix_cache_hits_total", ""] == length // 16 * 16 and grown["vllm:generation_tokens_total", ""] == 10
+    assert (
+        grown["vllm:prefix_cache_hits_total", ""] == length // 16 * 16
+        and grown["vllm:generation_tokens_total", ""] == 10
+    )
     assert grown["vllm:request_success_total", "length"] == 2 and ("vllm:request_success_total", "abort") in after
     for name, count in (("time_to_first_token", 2), ("e2e_request_latency", 2), ("inter_token_latency", 8),
                         ("time_per_output_token", 8), ("request_time_per_output_token", 2)):  # fmt: skip

@@ -97,7 +97,9 @@ def evaluate(tasks: Path, model: str, arguments: str, names: str, *options: str)
     (results,) = out.rglob("results_*.json")
     scores = json.loads(results.read_text())["results"]
     samples = [json.loads(line) for path in sorted(out.rglob("samples_*.jsonl")) for line in path.open()]
-    return scores, [one["filtered_resps"] for one in sorted(samples, key=lambda one: (one["doc_id"], str(one["target"])))]
+    return scores, [
+        one["filtered_resps"] for one in sorted(samples, key=lambda one: (one["doc_id"], str(one["target"])))
+    ]
 
 
 def compare(left: dict[str, Any], right: dict[str, Any]) -> int:
