@@ -39,8 +39,8 @@ class VLLMMetrics:
         labels = {"model_name": model, "engine": "0"}
 
         def make(kind: type, name: str, text: str, extra: tuple[str, ...] = (), **rest: Any) -> Any:
-            made = kind(f"vllm:{name}", text, labelnames=(*labels, *extra), registry=registry, **rest)
-            return made if extra else made.labels(**labels)
+            metric = kind(f"vllm:{name}", text, labelnames=(*labels, *extra), registry=registry, **rest)
+            return metric if extra else metric.labels(**labels)
 
         self.running = make(Gauge, "num_requests_running", "requests in the batch")
         self.waiting = make(Gauge, "num_requests_waiting", "requests in the queue")

@@ -49,5 +49,5 @@ class RequestIds:
         finally:
             if scope["method"] not in _QUIET:
                 call, seconds = state.get("call"), time.monotonic() - begun
-                said = f", {call.summary()}" if call is not None else ""
-                logger.info("ds_serve: %s: %s %s, %.3f s%s", ident, scope["path"], status or "gone", seconds, said)
+                detail = f", {call.summary()}" if call is not None else ""
+                logger.info("ds_serve: %s: %s %s, %.3f s%s", ident, scope["path"], status or "gone", seconds, detail)

@@ -172,7 +172,7 @@ class ResponseFormatter:
             "tokens": [chosen["token"] for chosen, *_ in described],
             "token_logprobs": [chosen["logprob"] for chosen, *_ in described],
             "top_logprobs": [
-                None if chosen["logprob"] is None else {one["token"]: one["logprob"] for one in (*top, chosen)}
+                None if chosen["logprob"] is None else {entry["token"]: entry["logprob"] for entry in (*top, chosen)}
                 for chosen, *top in described
             ],
             "text_offset": [info.offset for info in infos],

@@ -185,6 +185,26 @@ def test_tokens_and_text(tiny: InlineServer, folder: Path) -> None:
     assert httpx.post(f"{tiny.url}/tokenize", json={"prompt": "a"}).status_code == 401
 
 
+def test_the_official_client_reads_every_endpoint(tiny: InlineServer) -> None:
+    client: Any = OpenAI(base_url=f"{tiny.url}/v1", api_key="key", max_retries=0)
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 3, "logprobs": True}
+    scored = {**options, "prompt": "ab", "echo": True, "logprobs": 1, "extra_body": {"priority": 1}}
+    chat = {**options, "messages": [{"role": "user", "content": "hi"}], "top_logprobs": 1}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    whole, answer = client.completions.create(**scored), client.chat.completions.create(**chat)
+    parts = list(client.completions.create(**scored, **usage))
+    deltas = list(client.chat.completions.create(**chat, **usage))
+    assert whole.usage.total_tokens == parts[-1].usage.total_tokens == 5
+    assert "".join(part.choices[0].text for part in parts[:-1]) == whole.choices[0].text
+    logprobs = [part.choices[0].logprobs.token_logprobs for part in parts[:-1] if part.choices[0].logprobs]
+    assert sum(logprobs, []) == whole.choices[0].logprobs.token_logprobs and logprobs[0][0] is None
+    text = "".join(part.choices[0].delta.content or "" for part in deltas[:-1])
+    assert text == answer.choices[0].message.content
+    assert answer.usage.prompt_tokens_details.cached_tokens <= deltas[-1].usage.prompt_tokens_details.cached_tokens
+    assert client.models.retrieve("tiny").max_model_len == 96
+    assert client.embeddings.create(model="tiny", input="ab").usage.prompt_tokens == 2
+
+
 # -- operation ---------------------------------------------------------------------------------------------------------
 
 
