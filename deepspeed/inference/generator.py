@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -37,6 +36,7 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
+from deepspeed.inference.prompt_rows import PooledStates, PromptScore, own_rows, pool_alone, score_alone, why_no_states
 from deepspeed.inference.request import Logprob, Output, Request, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.sampling_params import SamplingParams
@@ -62,7 +62,9 @@ class EngineStats:
         waiting: requests in the queue; each beam counts.
         free_pages: pages that can be allocated now (free ones, and evictable ones of the prefix cache).
         pages: all pages.
-        preemptions: running requests that returned to the queue because the cache was full.
+        preemptions: running requests that returned to the queue because the cache was full, or for others by priority.
+        looked_up: tokens of admitted prompts, which were looked up in the prefix cache.
+        reused: tokens among them that were found there.
         drafts: draft tokens so far (speculative decoding).
         accepted: those of them that were the request's own tokens.
     """
@@ -72,6 +74,8 @@ class EngineStats:
     free_pages: int
     pages: int
     preemptions: int = 0
+    looked_up: int = 0
+    reused: int = 0
     drafts: int = 0
     accepted: int = 0
 
@@ -91,6 +95,12 @@ class _LiveSequence(TokenSequence):
         self.proposer: Proposer | None = None
         self.beams: BeamGroup | None = None
         self.thread: Thread | None = None
+        self.priority, self.hidden = request.priority, request.pooling is not None
+        wanted = None if self.hidden else request.sampling.prompt_logprobs
+        self.own_rows = own_rows(tokens, wanted is not None, request.pooling)
+        self.score = None if wanted is None else PromptScore(tokens, wanted)
+        self.pooled = None if request.pooling is None else PooledStates(request.pooling)
+        self.embedding: list[float] | None = None
         self.new: list[int] = []
         self.logprobs: list[Logprob] = []
         self.reason: str | None = None
@@ -137,9 +147,24 @@ class _LiveSequence(TokenSequence):
         """End this request with an error; other requests continue."""
         self.reason, self.failure = "error", error
 
+    def read(self, logits: torch.Tensor, chosen: list[int]) -> None:
+        """Take logits [rows, vocabulary] of rows of the prompt, and their argmax (negative: not finite)."""
+        if min(chosen) < 0:
+            self.reason = "error"
+            return
+        try:
+            self.score.add(logits)  # type: ignore[union-attr]
+        except Exception as error:  # such as a token of the prompt that the head lacks
+            self.fail(error)
+
+    def pool(self) -> None:
+        """End a request for an embedding."""
+        self.embedding = self.pooled.embedding()  # type: ignore[union-attr]
+        self.reason = "error" if self.embedding is None else "stop"
+
     def output(self) -> Output:
         """Return the tokens since the last output, as an `Output`."""
-        logprobs = self.logprobs if self.sampling.logprobs is not None else None
+        logprobs = self.logprobs if self.sampling.logprobs is not None and not self.hidden else None
         error = None
         if self.failure is not None:
             error = f"{type(self.failure).__name__}: {self.failure}"
@@ -149,7 +174,12 @@ class _LiveSequence(TokenSequence):
         answers = None
         if self.beams is not None and self.reason in ("stop", "length"):
             answers = self.beams.search.results()
-        return Output(self.ident, new, logprobs, self.reason, self.matched, error, answers)
+        scored = self.score.entries if self.score is not None and self.score.complete else None
+        self.score = None if scored is not None else self.score
+        return Output(
+            self.ident, new, logprobs, self.reason, self.matched, error, answers, scored, self.cached or 0,
+            self.embedding,
+        )  # fmt: skip
 
     def take_beams(self) -> None:
         """Record the best answer of a finished beam search, and set `reason`."""
@@ -287,8 +317,9 @@ class Generator:
 
         Raises:
             RequestError: the prompt is empty, a token of the prompt or of the options is outside of the vocabulary, the
-                ident is in use, stop strings have no tokenizer, the group has another prompt, there are more beams than
-                sequences may run, or beams of a model that generates by its own `generate`.
+                ident is in use, stop strings have no tokenizer, the group has another prompt or adapter, there are
+                more beams than sequences may run, beams or an adapter of a request that runs the model's own
+                `generate`, the adapter is unknown, or the model gives no embeddings or scores of prompts.
             LengthError: prompt and answer exceed the limit of the generator or of the cache; also a RequestError.
             UsageError: the generator is closed.
         """
@@ -297,7 +328,7 @@ class Generator:
             if self._closed:
                 raise UsageError("the generator is closed")
             self._check(request, tokens)
-            length = len(tokens) + sampling.max_new_tokens
+            length = len(tokens) + (0 if request.pooling else sampling.max_new_tokens)
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
             if alone and sampling.beams > 1:
                 raise RequestError("beams are not available for this request, which runs the model's own generate")
@@ -313,7 +344,7 @@ class Generator:
                     "own generate, which has no adapters"
                 )
             stream = None
-            if sampling.stop:
+            if sampling.stop and not request.pooling:
                 stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
             sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
             if (adapter := self._adapters.get(request.adapter)) is not None:
@@ -331,7 +362,7 @@ class Generator:
                 sequence.thread = Thread(self.model, sequence.tokens, sampling.max_new_tokens, choose)
                 self._fallback_requests[request.ident] = sequence
             else:
-                sequence.proposer = self._proposer(sequence)
+                sequence.proposer = None if request.pooling else self._proposer(sequence)
                 self._scheduler.add(sequence)
 
     def _join_group(self, sequence: _LiveSequence, name: Hashable | None) -> None:
@@ -372,12 +403,17 @@ class Generator:
                 with exclusive_pass(self.model):
                     if not self._scheduler.idle:
                         outputs += self._packed_step()
-                    for sequence in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
+                    for sequence in self._alone():
                         outputs.append(self._generate_step(sequence))
             except BaseException:
                 self._ready = outputs  # outputs of other requests, for the next step
                 raise
             return outputs
+
+    def _alone(self) -> list[_LiveSequence]:
+        """Return the requests on `generate` that run in this step, the first ones by rank."""
+        most, live = self._scheduler.max_sequences, self._fallback_requests.values()
+        return sorted(live, key=lambda sequence: sequence.rank)[:most] if live else []
 
     def cancel(self, ident: Hashable) -> bool:
         """End a request and free its pages; the next `step` returns its last output, with the reason "cancelled".
@@ -415,8 +451,9 @@ class Generator:
             alone = min(len(self._fallback_requests), self._scheduler.max_sequences)
             running = len(self._scheduler.running) + alone
             waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
-            drafts = self._scheduler.preemptions, self._drafts, self._accepted_drafts
-            return EngineStats(running, waiting, self.pages.available, self.pages.count, *drafts)
+            scheduler, pages = self._scheduler, self.pages
+            counts = scheduler.preemptions, scheduler.looked_up, scheduler.reused, self._drafts, self._accepted_drafts
+            return EngineStats(running, waiting, pages.available, pages.count, *counts)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
@@ -512,7 +549,7 @@ class Generator:
         self._executor.store.copy(source, target)
 
     def _check(self, request: Request, tokens: list[int]) -> None:
-        new = request.sampling.max_new_tokens
+        new = 0 if request.pooling else request.sampling.max_new_tokens
         if request.ident in self._live:
             raise RequestError(f"request {request.ident!r} is not finished; names have to be unique")
         if not tokens:
@@ -534,8 +571,17 @@ class Generator:
             most = self._scheduler.max_sequences
             raise RequestError(f"{request.sampling.beams} beams are more than the {most} sequences that may run")
         self._adapters.get(request.adapter)
+        self._check_rows(request)
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
+
+    def _check_rows(self, request: Request) -> None:
+        """Raise RequestError if the model cannot give what the request wants of its prompt's rows."""
+        if request.pooling is not None and (reason := why_no_states(self.model)) is not None:
+            raise RequestError(f"{type(self.model).__name__} gives no embeddings: {reason}")
+        scored = request.sampling.prompt_logprobs is not None and not request.pooling
+        if scored and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise RequestError(f"{type(self.model).__name__} has no prompt_logprobs: its encoder reads the prompt")
 
     def _packed_step(self) -> list[Output]:
         streams = sum(sequence.decodes for sequence in self._scheduler.running)
@@ -546,15 +592,34 @@ class Generator:
         if not slices:
             return []
         even = getattr(self._executor, "even", False)
-        logits = self._executor.run(RaggedBatch(slices, self.pages.size, device_of(self.model), even))
+        batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
+        logits = self._executor.run(batch)
         chosen = largest(logits) if len(logits) else []
-        outputs, first = [], 0
+        outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)
-            accept = self._accept_beam if isinstance(rows.sequence.group, BeamGroup) else self._accept
-            outputs += accept(rows, logits[span], chosen[span])
-            first += rows.wanted
+            if rows.hidden:
+                states = None if batch.hidden is None else batch.hidden[row : row + len(rows.tokens)]
+                outputs += self._pool(rows, states)
+            else:
+                accept = self._accept_beam if isinstance(rows.sequence.group, BeamGroup) else self._accept
+                outputs += accept(rows, logits[span], chosen[span])
+            first, row = first + rows.wanted, row + len(rows.tokens)
         return outputs
+
+    def _pool(self, rows: BatchSlice, states: torch.Tensor | None) -> list[Output]:
+        """Take the last hidden states of a sequence's rows, [rows, hidden size]; return its output at the end."""
+        sequence = rows.sequence
+        if states is None:
+            sequence.fail(RequestError(f"{type(self.model).__name__} does not run its base model as a module"))
+        else:
+            sequence.pooled.add(states[max(sequence.own_done - rows.start, 0) :])
+            self._scheduler.advance(rows, [])
+            if rows.end < len(sequence.tokens):
+                return []
+            sequence.pool()
+        self._forget(sequence)
+        return [sequence.output()]
 
     def _prepare_drafts(self, draft: DraftModel) -> None:
         wanted = []
@@ -585,6 +650,13 @@ class Generator:
         """
         sequence, drafts = rows.sequence, rows.drafts
         begins = sequence.sampler.count == 0
+        if rows.scored:
+            sequence.read(logits[: rows.scored], chosen[: rows.scored])
+            logits, chosen = logits[rows.scored :], chosen[rows.scored :]
+        if sequence.reason is None and chosen and not sequence.sampling.max_new_tokens:
+            sequence.reason = "length"
+        if sequence.reason is not None:
+            chosen = []
         accepted = self._take(sequence, drafts, logits, chosen)
         self._scheduler.advance(rows, accepted)
         if drafts:
@@ -631,8 +703,8 @@ class Generator:
         """
         outputs: list[Output] = []
         for other in [each for each in source.group.members if each in self._scheduler.waiting]:  # type: ignore[union-attr]
-            if not isinstance(other, _LiveSequence) or other.sampler.count:  # preempted; it needs another row
-                continue
+            if not isinstance(other, _LiveSequence) or other.sampler.count or other.own_rows:
+                continue  # it was preempted and needs another row, or it computes its rows itself
             if self._scheduler.fork(source, other, source.group.common):  # type: ignore[union-attr]
                 accepted = self._take(other, (), logits, chosen)
                 other.tokens += accepted
@@ -662,7 +734,15 @@ class Generator:
     def _generate_step(self, sequence: _LiveSequence) -> Output:
         """Generate one token of a request that runs the model's own `generate`, and return its output."""
         try:
-            sequence.thread.step()  # type: ignore[union-attr]
+            if sequence.pooled is not None:
+                pool_alone(self.model, sequence.tokens, sequence.pooled)
+                sequence.pool()
+            elif sequence.score is not None:
+                score_alone(self.model, sequence.tokens, sequence.score)
+            if sequence.reason is None and not sequence.sampling.max_new_tokens:
+                sequence.reason = "length"
+            if sequence.reason is None:
+                sequence.thread.step()  # type: ignore[union-attr]
         except Exception as error:  # any error of the model's own generate concerns only this request
             sequence.fail(error)
         except BaseException:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import LengthError
+from deepspeed.errors import LengthError, RequestError
 from deepspeed.foundation.transformers_model import LENGTH_KEYS, text_config
 from deepspeed.inference.sampling_params import SamplingParams
 
+POOLINGS = ("mean", "last", "cls")  # embeddings of a text from the last hidden states of its tokens
 DEFAULT_NEW = 20  # new tokens of Transformers' `generate` without a length
 CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence length
 # Rotary types whose factor makes the original length longer, and those with which the config states the longer length.
@@ -129,6 +130,12 @@ class Request:
         group: id of several requests with the same prompt, which is computed once while one of them is unfinished;
             their pages of the prompt are shared, also without a prefix cache. None: no group.
         adapter: name of the generator's adapter that the request uses; None: the model alone.
+        priority: requests with lower numbers come first; equal ones in the order of `submit`.
+        pooling: None, or the request is for an embedding of the prompt in place of tokens: the mean of the last hidden
+            states ("mean"), that of the last token ("last") or of the first ("cls"); `sampling` has no effect.
+
+    Raises:
+        RequestError: the priority is no whole number, or the pooling is unknown.
     """
 
     ident: Hashable
@@ -136,21 +143,31 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     group: Hashable | None = None
     adapter: str | None = None
+    priority: int = 0
+    pooling: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError(f"priority has to be a whole number, not {self.priority!r}")
+        if self.pooling not in (None, *POOLINGS):
+            raise RequestError(f"pooling is one of {', '.join(POOLINGS)}, not {self.pooling!r}")
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probabilities at one position of the output.
+    """Log-probabilities at one position of the output or of the prompt.
 
     Args:
         token: chosen token.
         logprob: its log-probability (natural logarithm).
         top: (token, log-probability) of the most probable tokens, largest first.
+        rank: number of tokens that are at least as probable, itself included; 0 at positions of the output.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +202,10 @@ class Output:
         error: message of an error; other requests continue.
         beams: answers of a beam search, the best first; the other fields have the best one. None: no beam search, or
             it did not finish.
+        prompt_logprobs: one for each token of the prompt, None for the first; in the first output only. None if not
+            requested, and in later outputs.
+        cached_tokens: number of tokens of the prompt that came from the prefix cache.
+        embedding: pooled hidden states, [hidden size]; None: the request is for tokens.
     """
 
     ident: Hashable
@@ -194,3 +215,6 @@ class Output:
     matched: int | str | None = None
     error: str | None = None
     beams: tuple[Beam, ...] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
+    cached_tokens: int = 0
+    embedding: list[float] | None = None

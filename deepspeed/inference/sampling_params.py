@@ -25,7 +25,7 @@ class SamplingParams:
     Each request has its own random generator: with `seed`, its tokens do not depend on the other requests in the batch.
 
     Args:
-        max_new_tokens: maximum number of new tokens.
+        max_new_tokens: maximum number of new tokens; 0 only with `prompt_logprobs`: the prompt is scored, no more.
         min_new_tokens: minimum number of new tokens before an end token or the end of a stop string.
         temperature: divisor of the logits; 0 is greedy.
         top_k: sample from the k most probable tokens; 0 is off.
@@ -40,6 +40,8 @@ class SamplingParams:
         index: number of this request among several with the same prompt and seed; each gets other random numbers.
         logprobs: number n of most probable tokens whose log-probabilities are returned, besides that of each chosen
             token; computed from the model's own logits (before penalties and temperature). None is off.
+        prompt_logprobs: the same for the tokens of the prompt after the first, whose log-probabilities are those of the
+            model after the tokens before them. None is off.
         stop: one or more strings that end the text, even across token boundaries; needs the generator's tokenizer.
         stop_token_ids: end tokens in addition to the model's own.
         ignore_eos: do not stop at the model's own end tokens.
@@ -67,6 +69,7 @@ class SamplingParams:
     seed: int | None = None
     index: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -79,11 +82,12 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        self._check_whole("max_new_tokens", 1)
+        self._check_whole("max_new_tokens", 1 if self.prompt_logprobs is None else 0)
         for name in ("min_new_tokens", "top_k", "index"):
             self._check_whole(name, 0)
-        if self.logprobs is not None:
-            self._check_whole("logprobs", 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_whole(name, 0)
         if self.seed is not None:
             self._check_whole("seed", -(2**63))
         self._check_range("temperature", 0.0, math.inf)

@@ -7,13 +7,13 @@ the model.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.inference.executors.ragged_batch import BatchSlice
-from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
+from deepspeed.inference.kv_cache import BlockPool, Match, PrefixBlock
 
 
 @dataclass(eq=False)
@@ -46,6 +46,18 @@ class TokenSequence:
     group: SequenceGroup | None = None
     adapter: Any = None  # `LoraAdapter` of its rows; None: the model alone
     root: PrefixBlock | None = None  # of the prefix tree for its adapter; None: the pool's own
+    priority: int = 0  # lower numbers come first
+    # Number of first rows that this sequence computes itself, since their logits or hidden states are requested, which
+    # cached pages lack; and how many of them are done.
+    own_rows: int = 0
+    own_done: int = 0
+    hidden: bool = False  # whether hidden states are requested in place of logits
+    cached: int | None = None  # `reused` of the first admission; None: not admitted yet
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in the order of sequences: by priority, then by arrival."""
+        return self.priority, self.arrival
 
     @property
     def pending(self) -> int:
@@ -59,10 +71,12 @@ class TokenSequence:
 
 
 class Scheduler:
-    """Scheduler that plans decoding sequences before sequences in prefill, and the oldest of each first.
+    """Scheduler that plans decoding sequences before sequences in prefill, and the first of each first.
 
-    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no block left, the
-    youngest running sequence is preempted: its blocks return to the pool, and the sequence returns to the queue.
+    First is who has the lowest priority number, then the oldest. Prefill is split into chunks. Blocks are allocated
+    when tokens need them. When the pool has no block left, the last running sequence is preempted: its blocks return to
+    the pool, and the sequence returns to the queue. A waiting sequence also preempts running ones with a higher
+    priority number if it cannot be admitted beside them.
 
     Args:
         pool: the block pool.
@@ -85,9 +99,10 @@ class Scheduler:
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
         self.min_chunk, self.max_chunk = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[TokenSequence] = []  # in order of arrival
-        self.waiting: deque[TokenSequence] = deque()  # in order of arrival
+        self.running: list[TokenSequence] = []  # in order of rank
+        self.waiting: deque[TokenSequence] = deque()  # in order of rank
         self.preemptions = 0
+        self.looked_up = self.reused = 0  # tokens of admitted prompts looked up in the prefix cache, and found there
 
     @property
     def idle(self) -> bool:
@@ -100,8 +115,8 @@ class Scheduler:
         return shared + beams * (self._pages_for(tokens) - shared) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
-        """Append a sequence to the queue; the caller has to check `fits` for its maximum length."""
-        self.waiting.append(sequence)
+        """Insert a sequence in the queue by its rank; the caller has to check `fits` for its maximum length."""
+        self._queue(sequence)
         if sequence.group is not None:
             sequence.group.members.append(sequence)
 
@@ -143,7 +158,7 @@ class Scheduler:
         if waits:
             self.waiting.remove(target)
         if not runs:
-            bisect.insort(self.running, target, key=lambda other: other.arrival)
+            bisect.insort(self.running, target, key=lambda other: other.rank)
         before = target.pages
         self._share(source, target, length)
         for page in reversed(before):
@@ -168,12 +183,13 @@ class Scheduler:
             drafts: function (decoding sequence, maximum number) that returns draft tokens; None: no drafts.
 
         Returns:
-            One slice for each sequence in the pass, in order of arrival.
+            One slice for each sequence in the pass, in order of rank.
         """
+        self._make_way()
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
         left = self.max_tokens
-        order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.arrival))
+        order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.rank))
         decoding = sum(sequence.decodes for sequence in order)
         chunk = min(self.max_chunk, max(self.min_chunk, 2 * decoding)) if decoding else self.max_tokens
         for number, sequence in enumerate(order):
@@ -194,7 +210,7 @@ class Scheduler:
         if self.preemptions == before:  # otherwise blocks are short, and no sequence is admitted
             self._admit(slices, left, chunk)
         self._unblock(slices)
-        return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
+        return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.rank)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
         """Update a sequence after a pass: count the computed tokens, append new ones, and register full blocks.
@@ -206,6 +222,7 @@ class Scheduler:
         sequence = rows.sequence
         sequence.computed = rows.start + rows.count + max(len(accepted) - 1, 0)
         sequence.tokens += accepted
+        sequence.own_done = max(sequence.own_done, min(rows.start + rows.count, sequence.own_rows))
         size = self.pool.size
         while sequence.prefix is not None and (sequence.registered + 1) * size <= sequence.computed:
             first = sequence.registered * size
@@ -222,7 +239,7 @@ class Scheduler:
         """Add a slice with `count` tokens of a sequence and its drafts to `slices`; preempt others if blocks are short.
 
         Returns:
-            `count`; 0 if `count` is not positive, or if this sequence itself was the youngest and was preempted.
+            `count`; 0 if `count` is not positive, or if this sequence itself was the last and was preempted.
         """
         if count <= 0:
             return 0
@@ -232,10 +249,10 @@ class Scheduler:
             drafts = ()  # no preemption for drafts
         need = self._pages_for(start + count + len(drafts))
         while need - len(sequence.pages) + self._written_by_others(sequence) > self.pool.available:
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            slices.pop(youngest, None)  # the victim may be in this pass already
-            if youngest is sequence:
+            last = self.running[-1]
+            self._preempt(last)
+            slices.pop(last, None)  # the victim may be in this pass already
+            if last is sequence:
                 return 0
         if self._written_by_others(sequence):
             place, page = start // self.pool.size, self.pool.take()
@@ -246,9 +263,12 @@ class Scheduler:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
         # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
-        # the token chosen before it.
-        logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
-        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence, sequence.adapter)
+        # the token chosen before it. Requests may also want those of their prompt's rows, once.
+        logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) and not sequence.hidden else 0
+        own = max(min(start + count, sequence.own_rows) - max(start, sequence.own_done), 0)
+        scored = 0 if sequence.hidden else own
+        rows = tokens, start, sequence.pages, logits_wanted + scored, sequence
+        slices[sequence] = BatchSlice(*rows, adapter=sequence.adapter, scored=scored, hidden=sequence.hidden)
         return count
 
     def _written_by_others(self, sequence: TokenSequence) -> bool:
@@ -257,21 +277,18 @@ class Scheduler:
         return place < len(sequence.pages) and not self.pool.writable(sequence.pages[place])
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int, reserve: bool = True) -> None:
-        """Admit waiting sequences, the oldest first, while the pass has rows for them and the pool has blocks.
+        """Admit waiting sequences, the first first, while the pass has rows for them and the pool has blocks.
 
         `reserve`: whether blocks are left for the running sequences.
         """
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_sequences or min(left, chunk) <= 0:
                 return
-            source, _ = self._source(sequence)
-            if source is not None and source.computed < source.group.common:  # type: ignore[union-attr]
-                continue  # until the common tokens are computed
-            if not self._room_for(sequence, reserve):
+            if self._held_back(sequence):
+                continue
+            if not self._room_for(sequence, reserve=reserve):
                 return
-            self.waiting.remove(sequence)
-            bisect.insort(self.running, sequence, key=lambda other: other.arrival)
-            self._reuse(sequence)
+            self._start(sequence)
             scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
             if not scheduled:  # preempted: the copy of a shared block used the last block; the next plan has room
                 return
@@ -294,10 +311,12 @@ class Scheduler:
     def _source(self, sequence: TokenSequence) -> tuple[TokenSequence | None, int]:
         """Return the running member of the group with the most tokens in common, and the number of computed ones.
 
-        (None, 0): no other member runs. The last token of `sequence` never counts: its logits must be computed.
+        (None, 0): no other member runs, or the sequence has to compute rows itself. The last token of `sequence` never
+        counts: its logits must be computed.
         """
         best, length = None, -1
-        for other in sequence.group.members if sequence.group is not None else ():
+        own = sequence.own_done < sequence.own_rows
+        for other in sequence.group.members if sequence.group is not None and not own else ():
             if other is sequence or not other.pages:
                 continue
             most = min(other.computed, len(sequence.tokens) - 1)
@@ -308,16 +327,59 @@ class Scheduler:
                 best, length = other, same
         return best, max(length, 0)
 
-    def _room_for(self, sequence: TokenSequence, reserve: bool = True) -> bool:
+    def _held_back(self, sequence: TokenSequence) -> bool:
+        """Whether a member of its group computes the common tokens of a waiting sequence."""
+        source, _ = self._source(sequence)
+        return source is not None and source.computed < source.group.common  # type: ignore[union-attr]
+
+    def _start(self, sequence: TokenSequence) -> None:
+        """Move a waiting sequence to the running ones."""
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=lambda other: other.rank)
+        self._reuse(sequence)
+
+    def _make_way(self) -> None:
+        """Admit the first waiting sequence if it precedes running ones by priority, if need be by their preemption."""
+        if not self.waiting or not self.running or self.waiting[0].priority >= self.running[-1].priority:
+            return
+        first = next((sequence for sequence in self.waiting if not self._held_back(sequence)), None)
+        if first is None or first.priority >= self.running[-1].priority:
+            return
+        below = [other for other in self.running if other.priority > first.priority]
+        uses = Counter(page for other in below for page in other.pages)
+        freed = sum(self.pool.references(page) == count for page, count in uses.items())
+        left = len(self.running) - len(below)
+        if left >= self.max_sequences or not self._room_for(first, left, freed):
+            return  # all of them together would not make enough room
+        while len(self.running) >= self.max_sequences or not self._room_for(first):
+            if self.running[-1].priority <= first.priority:  # pages that they share with it were counted twice
+                return
+            self._preempt(self.running[-1])
+        self._start(first)
+
+    def _room_for(
+        self, sequence: TokenSequence, running: int | None = None, freed: int = 0, reserve: bool = True
+    ) -> bool:
         """Whether the pool has blocks for all tokens of a sequence and, with `reserve`, one for each running sequence.
 
         This avoids immediate preemption. Blocks shared with running sequences need no room. True if none is running.
+
+        Args:
+            sequence: a waiting sequence.
+            running: number of running sequences; None: those that run.
+            freed: number of blocks that are counted besides the available ones.
+            reserve: whether a block is left for each running sequence.
         """
-        nodes = self.pool.match(sequence.tokens, sequence.root).nodes
-        held = {node.page for node in nodes if self.pool.references(node.page)}
+        running = len(self.running) if running is None else running
+        held = {node.page for node in self._match(sequence).nodes if self.pool.references(node.page)}
         shared = max(len(held), self._source(sequence)[1] // self.pool.size)
         need = self._pages_for(len(sequence.tokens)) - shared
-        return need + (len(self.running) if reserve else 0) <= self.pool.available or not self.running
+        return need + (running if reserve else 0) <= self.pool.available + freed or not running
+
+    def _match(self, sequence: TokenSequence) -> Match:
+        """Return the cached blocks for a sequence: none if it has to compute rows itself."""
+        tokens = sequence.tokens if sequence.own_done >= sequence.own_rows else sequence.tokens[:1]
+        return self.pool.match(tokens, sequence.root)
 
     def _share(self, source: TokenSequence, target: TokenSequence, length: int) -> None:
         """Give `target` the blocks of the first `length` tokens of `source`; both may have to copy the last one."""
@@ -340,11 +402,11 @@ class Scheduler:
         Those of a running member of its group are taken if they are more. Full blocks are shared. A block that matches
         partially is copied, if another is free: the sequence will write to the copy.
         """
-        match = self.pool.match(sequence.tokens, sequence.root)
+        match = self._match(sequence)
         source, length = self._source(sequence)
         if source is not None and length > len(match.nodes) * self.pool.size + match.partial:
             self._share(source, sequence, length)
-            sequence.reused = length
+            self._count_reused(sequence)
             return
         for node in match.nodes:
             self.pool.share(node.page)
@@ -352,26 +414,36 @@ class Scheduler:
         sequence.computed, sequence.registered = len(match.nodes) * self.pool.size, len(match.nodes)
         sequence.prefix = match.nodes[-1] if match.nodes else sequence.root or self.pool.root
         if match.tail is not None:
-            source = match.tail.page
-            self.pool.share(source)  # protects it from eviction in `take`
+            partial = match.tail.page
+            self.pool.share(partial)  # protects it from eviction in `take`
             if self.pool.available:
                 copy = self.pool.take()
-                self._copy(source, copy)
+                self._copy(partial, copy)
                 sequence.pages.append(copy)
                 sequence.computed += match.partial
-            self.pool.release(source)
+            self.pool.release(partial)
+        self._count_reused(sequence)
+
+    def _count_reused(self, sequence: TokenSequence) -> None:
         sequence.reused = sequence.computed
+        if sequence.cached is None:
+            sequence.cached = sequence.reused
+            self.looked_up += len(sequence.tokens)
+            self.reused += sequence.reused
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Preempt a running sequence: release its blocks, keep its tokens, and queue it."""
+        """Preempt a running sequence: release its blocks, keep its tokens, and queue it in order of rank."""
         self.preemptions += 1
         self.running.remove(sequence)
         self._drop(sequence)
         self._queue(sequence)
 
     def _queue(self, sequence: TokenSequence) -> None:
-        """Insert a sequence into the queue in order of arrival."""
-        place = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
+        """Insert a sequence in the queue, in order of rank."""
+        if not self.waiting or self.waiting[-1].rank <= sequence.rank:
+            self.waiting.append(sequence)
+            return
+        place = next(i for i, other in enumerate(self.waiting) if other.rank > sequence.rank)
         self.waiting.insert(place, sequence)
 
     def _drop(self, sequence: TokenSequence) -> None:

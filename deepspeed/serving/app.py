@@ -1,4 +1,4 @@
-"""HTTP endpoints of the server: completions, chat, models, health and metrics."""
+"""HTTP endpoints of the server: completions, chat, embeddings, tokens, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from deepspeed.foundation.log import logger
+from deepspeed.serving.embeddings import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from deepspeed.serving.protocol import APIError, BaseRequest, ChatCompletionRequest, CompletionRequest, answer_error
+from deepspeed.serving.request_ids import HEADER, RequestIds
 from deepspeed.serving.service import PendingRequest, Service
+from deepspeed.version import __version__
 
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown paths would create unlimited metrics
+# Unknown paths would create unlimited metrics.
+_COUNTED = (
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings", "/tokenize", "/detokenize",
+)  # fmt: skip
 
 
 class Endpoints:
@@ -37,8 +43,9 @@ class Endpoints:
             app.add_middleware(
                 CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=options.allowed_methods,
                 allow_headers=options.allowed_headers, allow_credentials=options.allow_credentials,
-                expose_headers=("Retry-After",),
+                expose_headers=("Retry-After", HEADER),
             )  # fmt: skip
+        app.add_middleware(RequestIds)
         app.get("/v1/models")(self._models)
         app.get("/v1/models/{name:path}")(self._model)
         app.get("/health")(self._health)
@@ -46,6 +53,12 @@ class Endpoints:
         if options.allow_runtime_lora_updating:
             app.post("/v1/load_lora_adapter")(self._load_adapter)
             app.post("/v1/unload_lora_adapter")(self._unload_adapter)
+        app.get("/ping")(self._health)
+        app.post("/ping")(self._health)
+        app.get("/version")(self._version)
+        app.post("/v1/embeddings")(self._embeddings)
+        app.post("/tokenize")(self._tokenize)
+        app.post("/detokenize")(self._detokenize)
         app.post("/v1/completions")(self._completions)
         app.post("/v1/chat/completions")(self._chat)
         return app
@@ -68,19 +81,20 @@ class Endpoints:
 
     # -- models and state -----------------------------------------------------------------------------------------
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         ready = self._service.engine.ready
         return {
-            "id": self._service.options.name,
+            "id": name,
             "object": "model",
             "created": self._service.started,
             "owned_by": "deepspeed",
+            "root": self._service.options.engine.model,
             "max_model_len": ready.max_length if ready is not None else None,
         }
 
     def _cards(self) -> list[dict[str, Any]]:
-        card = self._card()
-        return [card, *self._service.adapters.cards(card)]
+        cards = [self._card(name) for name in self._service.options.names]
+        return [*cards, *self._service.adapters.cards(cards[0])]
 
     async def _load_adapter(self, request: Request) -> Response:
         self._check_key(request)
@@ -101,6 +115,9 @@ class Endpoints:
             raise APIError(404, f"The model {name!r} does not exist", "model", "model_not_found")
         return JSONResponse(card)
 
+    async def _version(self) -> Response:
+        return JSONResponse({"version": __version__})
+
     async def _health(self) -> Response:
         status, body = self._service.health()
         return JSONResponse(body, status)
@@ -118,7 +135,24 @@ class Endpoints:
     async def _chat(self, request: Request) -> Response:
         return await self._answer_or_refuse(request, ChatCompletionRequest)
 
-    async def _answer_or_refuse(self, request: Request, kind: type[BaseRequest]) -> Response:
+    async def _embeddings(self, request: Request) -> Response:
+        return await self._answer_or_refuse(request, EmbeddingRequest)
+
+    async def _tokenize(self, request: Request) -> Response:
+        self._check_key(request)
+        return await self._known(
+            request, await self._service.tokenize(TokenizeRequest.parse(await self._body(request)))
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        self._check_key(request)
+        return await self._known(request, self._service.detokenize(DetokenizeRequest.parse(await self._body(request))))
+
+    async def _known(self, request: Request, body: dict[str, Any]) -> Response:
+        self._counter(request, 200).inc()
+        return JSONResponse(body)
+
+    async def _answer_or_refuse(self, request: Request, kind: type[BaseRequest] | type[EmbeddingRequest]) -> Response:
         """Answer a request; any error becomes a response in OpenAI's format."""
         try:
             return await self._answer(request, kind)
@@ -130,17 +164,19 @@ class Endpoints:
             logger.exception("ds_serve: an answer could not be formed")
             raise answer_error(error) from error
 
-    async def _answer(self, request: Request, kind: type[BaseRequest]) -> Response:
+    async def _answer(self, request: Request, kind: type[BaseRequest] | type[EmbeddingRequest]) -> Response:
         self._check_key(request)
         parsed: Any = kind.parse(await self._body(request))
-        pending = await self._service.call(parsed)
+        embeds, ident = isinstance(parsed, EmbeddingRequest), request.state.ident
+        pending = request.state.call = await (self._service.embed if embeds else self._service.call)(parsed, ident)
         stream = None
+        streamed = not embeds and parsed.stream
         try:
-            work = pending.accepted() if parsed.stream else self._service.answer(pending)
+            work = pending.accepted() if streamed else self._service.answer(pending)
             result: Any = await self._unless_gone(request, work)
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
-            if parsed.stream:  # only now: a status cannot be taken back
+            if streamed:  # only now: a status cannot be taken back
                 headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
                 events = self._service.stream(pending)
                 stream = _ResponseStream(pending, events, media_type="text/event-stream", headers=headers)

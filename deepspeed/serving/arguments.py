@@ -12,6 +12,7 @@ from pathlib import Path
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.inference.gguf_files import is_gguf
+from deepspeed.inference.request import POOLINGS
 from deepspeed.serving.adapters import OPTION, LoraModule, parse_modules
 from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
 
@@ -76,6 +77,9 @@ class ServeOptions:
     Attributes:
         engine: options of the engine process.
         name: name of the model in requests and answers.
+        aliases: further names of the model in requests.
+        pooling: how embeddings are made of the last hidden states: "mean", "last" or "cls" (of the first token).
+        normalize: whether embeddings have the length 1.
         host: address to listen on.
         port: port to listen on; 0: a free one.
         api_keys: accepted bearer tokens; empty: no authentication.
@@ -111,7 +115,15 @@ class ServeOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    aliases: tuple[str, ...] = ()
+    pooling: str = "mean"
+    normalize: bool = True
     allow_runtime_lora_updating: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, the first of which is in answers."""
+        return self.name, *self.aliases
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
@@ -136,22 +148,26 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         keys.append(os.environ["DS_SERVE_API_KEY"])
     _check(args)
     template = _read(args.chat_template) if args.chat_template else ""
-    speculation, *draft = _speculation(args)
+    speculation, draft, draft_quantize = _speculation(args)
     engine = EngineOptions(
         args.model, args.dtype, args.quantize, args.checkpoint, args.threads, args.cache_bytes,
         args.max_sequences, args.max_length, args.max_batch_tokens, speculation, not args.no_prefix_cache,
-        not args.no_lossless_weights, args.generation_config, args.override_generation_config, *draft,
+        not args.no_lossless_weights, args.generation_config, args.override_generation_config, draft, draft_quantize,
         parse_modules([value for values in args.lora_modules for value in values]), args.max_lora_rank,
     )  # fmt: skip
+    names = list(dict.fromkeys(name for several in args.served_model_name for name in several))
+    if not all(names):
+        raise ArgumentError("--served-model-name is empty; leave it out for the folder's")
     own = Path(args.model).stem if is_gguf(args.model) else Path(args.model).name
-    name = args.served_model_name or own or args.model
-    if name in {module.name for module in engine.lora_modules}:
-        raise ArgumentError(f"{OPTION}: {name!r} is the name of the model itself")
+    names = names or [own or args.model]
+    if taken := [module.name for module in engine.lora_modules if module.name in names]:
+        raise ArgumentError(f"{OPTION}: {taken[0]!r} is a name of the model itself")
     origins, methods, headers = (_entries(args, option) for option in _LISTS)
     return ServeOptions(
-        engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
+        engine, names[0], args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
         args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
-        args.allow_credentials, args.allow_runtime_lora_updating,
+        args.allow_credentials, tuple(names[1:]), args.pooling, not args.no_normalize,
+        args.allow_runtime_lora_updating,
     )  # fmt: skip
 
 
@@ -245,7 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help="folder of a Transformers model with its tokenizer, or a GGUF file")
-    add("--served-model-name", default="", help="its name in requests (default: the folder's)")
+    add("--served-model-name", action="append", nargs="+", default=[],
+        help="its names in requests, the first of which is in answers (default: the folder's)")  # fmt: skip
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
@@ -254,7 +271,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="of the engine (default: torch's choice)")
     add("--cache-bytes", type=int, default=0, help="memory of keys and values")
     add("--max-sequences", type=int, default=64, help="that run at once")
-    add("--max-length", type=int, default=0, help="tokens of prompt and answer (default: the model's limit)")
+    add(
+        "--max-length",
+        "--max-model-len",
+        type=int,
+        default=0,
+        help="tokens of prompt and answer (default: the model's limit)",
+    )
     add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
     add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
     add("--speculative-model", default="", help="folder of a draft model with the same tokens")
@@ -278,6 +301,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", default="", help="Jinja file")
     add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
     add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
+    add("--pooling", default=POOLINGS[0], choices=POOLINGS, help="of the last hidden states to embeddings")
+    add("--no-normalize", action="store_true", help="embeddings keep their length")
     add("--allowed-origins", action="append", default=[], help="origin of pages in a browser (CORS), or a JSON list")
     add("--allowed-methods", action="append", default=[], help="that these pages may use (default: all)")
     add("--allowed-headers", action="append", default=[], help="that these pages may send (default: all)")

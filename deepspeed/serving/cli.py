@@ -74,7 +74,7 @@ async def serve(options: ServeOptions) -> int:
 
     say_untested()
     listening = _bound(options.host, options.port)  # report invalid options before the model is loaded
-    metrics, ended = Metrics(), asyncio.Event()
+    metrics, ended = Metrics(options.name), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
     try:

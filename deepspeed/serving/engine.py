@@ -81,7 +81,7 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, **how: Any) -> int:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, **fields: Any) -> int:
         """Submit a request to the engine.
 
         Args:
@@ -89,7 +89,7 @@ class EngineProcess:
             sampling: keyword arguments of `SamplingParams`.
             put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
                 engine has ended.
-            how: further fields of `Submit`.
+            fields: further fields of `Submit`.
 
         Returns:
             Number of the request.
@@ -97,7 +97,7 @@ class EngineProcess:
         Raises:
             EngineGone: the engine has ended.
         """
-        return self.ask(lambda ident: Submit(ident, tokens, sampling, **how), put)
+        return self.ask(lambda ident: Submit(ident, tokens, sampling, **fields), put)
 
     def ask(self, message: Callable[[int], Any], put: Put) -> int:
         """Send the message `message(number)` to the engine, whose answers go to `put`; the rest as in `submit`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.serving.generation_defaults import GenerationDefaults
 
@@ -12,7 +12,7 @@ from deepspeed.serving.generation_defaults import GenerationDefaults
 class Submit:
     """New request: its number, the prompt's token ids, and the keyword arguments of `SamplingParams`.
 
-    `group` and `adapter` are as in `Request`.
+    The other fields are those of `deepspeed.inference.request.Request`.
     """
 
     ident: int
@@ -20,6 +20,8 @@ class Submit:
     sampling: dict[str, Any]
     group: int | None = None
     adapter: str | None = None
+    priority: int = 0
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,22 @@ class Refused:
     code: str = "invalid_value"
 
 
+class ScoredToken(NamedTuple):
+    """Log-probability of a token of a prompt; see `deepspeed.inference.request.Logprob`."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int
+
+
 @dataclass(frozen=True)
 class TokenChunk:
     """New tokens of a request; see `deepspeed.inference.request.Output`.
 
     `logprobs`: (token, log-probability, alternatives as (token, log-probability)) for each token; None: not requested.
     `beams`: answers of a beam search, the best first; empty: no beam search, or it did not finish.
+    `prompt_logprobs` has an entry for each token of the prompt, in the first chunk only.
     """
 
     ident: int
@@ -110,6 +122,9 @@ class TokenChunk:
     matched: int | str | None
     error: str | None = None
     beams: tuple[TokenChunk, ...] = ()
+    prompt_logprobs: list[ScoredToken | None] | None = None
+    cached_tokens: int = 0
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,7 @@ class Step:
         free_pages, pages: pages of the KV cache.
         preemptions: number of preempted sequences so far.
         idle: whether there was no work.
+        looked_up, reused: numbers of tokens looked up and found in the prefix cache so far.
     """
 
     number: int
@@ -133,3 +149,5 @@ class Step:
     pages: int = 0
     preemptions: int = 0
     idle: bool = False
+    looked_up: int = 0
+    reused: int = 0

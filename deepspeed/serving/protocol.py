@@ -20,7 +20,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
     "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
-    "guided_json": (None,), "guided_regex": (None,),
+    "guided_json": (None,), "guided_regex": (None,), "dimensions": (None,),
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
 # Fields of messages without meaning for a chat template, which clients keep in their histories.
 IGNORED_MESSAGE_FIELDS = {
     "id", "annotations", "audio", "created_at", "createdAt", "metadata", "provider_specific_fields",
-    "reasoning_details", "thinking_blocks", "timestamp",
+    "reasoning_details", "thinking_blocks", "timestamp", "type",
 }  # fmt: skip
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # field by type
 _TOKEN = re.compile("0|[1-9][0-9]{0,18}")
@@ -115,6 +115,8 @@ class BaseRequest(BaseModel):
     best_of: int | None = Field(None, ge=1)
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @classmethod
     def parse(cls, body: bytes) -> Any:
@@ -182,6 +184,17 @@ class BaseRequest(BaseModel):
             raise APIError(400, f"best_of {width} is less than n {self.n}", "best_of", "invalid_value")
         return width
 
+    def scored(self) -> int | None:
+        """Return the number of alternatives per token of the prompt; None: the prompt is not scored.
+
+        Raises:
+            APIError: status 400: `prompt_logprobs` with `stream`.
+        """
+        if self.prompt_logprobs is not None and self.stream:
+            text = "prompt_logprobs: not with stream: true"
+            raise APIError(400, text, "prompt_logprobs", "invalid_value")
+        return self.prompt_logprobs
+
     def sampling(self, most: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `SamplingParams`, except `index`.
 
@@ -199,6 +212,7 @@ class BaseRequest(BaseModel):
             "frequency_penalty": self.frequency_penalty, "seed": self.seed, "stop": self.stops(),
             "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": bool(self.ignore_eos),
             "min_new_tokens": self.min_tokens, "logprobs": self.wanted_logprobs(), "logit_bias": self._bias(),
+            "prompt_logprobs": self.scored(),
         }  # fmt: skip
         if self.min_tokens is not None and self.min_tokens > most:
             raise APIError(
@@ -236,14 +250,41 @@ class CompletionRequest(BaseRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=5)
+    max_tokens: int | None = Field(None, ge=0)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        prompts: Any = self.prompt
+        """Return the texts, or the token ids of each prompt; raises `APIError` (400) if there are none."""
+        return self.listed("prompt", self.prompt)
+
+    @staticmethod
+    def listed(name: str, prompts: Any) -> list[str] | list[list[int]]:
+        """Return the field `name`, a text, texts, tokens or lists of them, as a list of texts or lists of tokens."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not prompts or not all(prompts) and any(isinstance(prompt, list) for prompt in prompts):
-            raise APIError(400, "prompt: an empty list holds nothing to go on from", "prompt", "invalid_value")
+            raise APIError(400, f"{name}: an empty list holds nothing to go on from", name, "invalid_value")
         return prompts
+
+    def echoes_logprobs(self) -> bool:
+        """Return whether the answer has log-probabilities of the prompt's tokens before its own."""
+        return bool(self.echo) and self.logprobs is not None
+
+    def scored(self) -> int | None:
+        """Return the number of alternatives per token of the prompt; None: the prompt is not scored.
+
+        Raises:
+            APIError: status 400: `prompt_logprobs` with `stream`, or `max_tokens` 0 without any of the options that
+                return something then.
+        """
+        own = super().scored()
+        if self.echoes_logprobs():
+            return max(own or 0, self.logprobs or 0)
+        if self.max_tokens == 0 and own is None:
+            if not self.echo:
+                text = "max_tokens: 0 new tokens need echo or prompt_logprobs, else there is nothing to answer"
+                raise APIError(400, text, "max_tokens", "invalid_value")
+            return 0
+        return own
 
     def wanted_tokens(self) -> int | None:
         """Return the maximum number of tokens of the answer; OpenAI's default is 16."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import token_names
-from deepspeed.serving.ipc import TokenChunk
+from deepspeed.serving.ipc import ScoredToken, TokenChunk
 
 DONE = "data: [DONE]\n\n"
 _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -29,11 +29,12 @@ class TokenInfo:
 
     Attributes:
         tokens: (token, log-probability, bytes that it would add to the text): the chosen one, then the most probable.
+            The log-probability is None for the first token of a prompt.
         offset: characters of the answer before it.
         ends: whether the chosen token ends the answer and is not in its text.
     """
 
-    tokens: list[tuple[int, float, bytes]]
+    tokens: list[tuple[int, float | None, bytes]]
     offset: int
     ends: bool
 
@@ -50,6 +51,10 @@ class ResponseChoice:
         tokens: number of generated tokens so far.
         text, logprobs: parts so far; only used without streaming.
         reason: finish reason; None while the answer is generated.
+        prompt_infos: function of the prompt's log-probabilities, for answers that begin with them; None: other answers.
+        scored: log-probabilities of the prompt's tokens.
+        cached: number of tokens of the prompt that came from the prefix cache.
+        embedding: pooled hidden states, for requests for embeddings.
     """
 
     index: int
@@ -60,12 +65,22 @@ class ResponseChoice:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenInfo] = field(default_factory=list)
     reason: str | None = None
+    prompt_infos: Callable[[list[ScoredToken | None]], list[TokenInfo]] | None = None
+    scored: list[ScoredToken | None] | None = None
+    cached: int = 0
+    embedding: list[float] | None = None
+    _shift: int = 0  # characters of the prompt, where log-probabilities begin with it
 
     def take(self, part: TokenChunk) -> tuple[str, list[TokenInfo]]:
         """Detokenize a chunk of tokens; returns the new text and the log-probabilities."""
         self.tokens += len(part.tokens)
         ends, infos, text = part.finish_reason is not None, [], ""
         last = part.tokens[-1:] if ends else []
+        self.cached, self.embedding = part.cached_tokens, part.embedding
+        if part.prompt_logprobs is not None:
+            self.scored = part.prompt_logprobs
+            if self.prompt_infos is not None:
+                infos, self._shift = self.prompt_infos(part.prompt_logprobs), len(self.lead)
         for number, token in enumerate(part.tokens):
             closing = ends and number == len(part.tokens) - 1
             if part.logprobs is not None:
@@ -78,8 +93,9 @@ class ResponseChoice:
         return text, infos
 
     def _info(self, token: int, value: float, top: Sequence[tuple[int, float]], ends: bool) -> TokenInfo:
-        pieces = [(other, number, self.stream.piece(other)) for other, number in [(token, value), *top]]
-        return TokenInfo(pieces, self.stream.offset(token), ends)
+        pairs: list[tuple[int, float | None]] = [(token, value), *top]
+        pieces = [(other, number, self.stream.piece(other)) for other, number in pairs]
+        return TokenInfo(pieces, self._shift + self.stream.offset(token), ends)
 
 
 class ResponseFormatter:
@@ -90,11 +106,12 @@ class ResponseFormatter:
         tokenizer: the model's tokenizer.
         chat: whether answers are chat messages instead of text.
         wants_logprobs: whether responses have log-probabilities.
+        ident: id of the request, which that of the response contains; "": a new one.
     """
 
-    def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool) -> None:
+    def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool, ident: str = "") -> None:
         self._tokenizer, self._chat, self._wants = tokenizer, chat, wants_logprobs
-        self.ident = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.ident = f"{'chatcmpl' if chat else 'cmpl'}-{ident or uuid.uuid4().hex}"
         self._head = {"id": self.ident, "created": int(time.time()), "model": model}
 
     def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
@@ -126,11 +143,13 @@ class ResponseFormatter:
         return {**self._head, "object": kind, "choices": [], "usage": self._usage(choices)}
 
     @staticmethod
-    def _usage(choices: list[ResponseChoice]) -> dict[str, int]:
-        """Count prompt and answer tokens; a prompt with several answers counts once."""
+    def _usage(choices: list[ResponseChoice]) -> dict[str, Any]:
+        """Count prompt and answer tokens; a prompt with several answers counts once, with the first's cached tokens."""
         prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
         read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        cached = sum({id(choice.prompt): choice.cached for choice in reversed(choices)}.values())
+        usage: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -153,7 +172,8 @@ class ResponseFormatter:
             "tokens": [chosen["token"] for chosen, *_ in described],
             "token_logprobs": [chosen["logprob"] for chosen, *_ in described],
             "top_logprobs": [
-                {entry["token"]: entry["logprob"] for entry in (*top, chosen)} for chosen, *top in described
+                None if chosen["logprob"] is None else {entry["token"]: entry["logprob"] for entry in (*top, chosen)}
+                for chosen, *top in described
             ],
             "text_offset": [info.offset for info in infos],
         }
@@ -162,7 +182,7 @@ class ResponseFormatter:
         """Describe the tokens of one position in the form of chats."""
         names = token_names(self._tokenizer, [(token, text) for token, _, text in info.tokens])
         described: list[dict[str, Any]] = [
-            {"token": name, "logprob": max(value, _LOWEST), "bytes": list(text)}
+            {"token": name, "logprob": None if value is None else max(value, _LOWEST), "bytes": list(text)}
             for name, (_, value, text) in zip(names, info.tokens, strict=True)
         ]
         if info.ends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -11,12 +12,14 @@ from typing import Any
 
 from deepspeed.foundation.log import logger
 from deepspeed.inference.detokenizer import TextStream
-from deepspeed.inference.token_bytes import decode_function
+from deepspeed.inference.token_bytes import decode_function, spelling
 from deepspeed.serving.adapters import ServedAdapters
 from deepspeed.serving.arguments import ServeOptions
+from deepspeed.serving.embeddings import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, embedding_body
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
-from deepspeed.serving.metrics import Metrics
+from deepspeed.serving.metrics import Metrics, TokenTimes
+from deepspeed.serving.prompt_logprobs import attach, prompt_infos
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, answer_error, check_tokens
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
@@ -32,6 +35,7 @@ class PendingRequest:
         request: the parsed request.
         prompts: token ids of each prompt.
         leads: for each prompt, the text before its answers.
+        ident: id of the request.
 
     Raises:
         APIError: status 400: a prompt is too long, or a field is invalid.
@@ -40,15 +44,14 @@ class PendingRequest:
     def __init__(
         self,
         service: Service,
-        request: CompletionRequest | ChatCompletionRequest,
+        request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest,
         prompts: list[list[int]],
         leads: list[str],
+        ident: str = "",
     ) -> None:
         self._service, self.request = service, request
-        chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs() is not None
-        self._adapter = service.adapters.of(request.model)
-        self.form = ResponseFormatter(self._adapter or service.options.name, service.tokenizer, chat, logprobs)
         self.begun = time.monotonic()
+        self.pooling: str | None = None
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
         self._arrived: list[tuple[int, TokenChunk | Refused | None]] = []
@@ -56,17 +59,55 @@ class PendingRequest:
         self._waiting: asyncio.Future[None] | None = None  # future of the waiting reader
         self._timer: asyncio.TimerHandle | None = None
         self._failure: APIError | None = None
-        self._sampling = []
+        self._sampling: list[dict[str, Any]] = []
+        self._times: list[TokenTimes] = []
+        self._beams, self._copies = False, 1
+        self._adapter = service.adapters.of(request.model)
+        if isinstance(request, EmbeddingRequest):
+            self._embed(prompts)
+        else:
+            self._generate(request, prompts, leads, ident)
+        self._times = [TokenTimes(self.begun) for _ in self.choices]
+
+    def _generate(
+        self, request: CompletionRequest | ChatCompletionRequest, prompts: list[list[int]], leads: list[str], ident: str
+    ) -> None:
+        """Make the choices of a request for text."""
+        service, stops, copies = self._service, request.stops(), request.n or 1
         self._beams = request.beams() > 1  # then one request of the engine has all answers to a prompt
-        stops, copies = request.stops(), request.n or 1
+        self._copies = copies
+        chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs()
+        name = self._adapter or service.options.name
+        self.form = ResponseFormatter(name, service.tokenizer, chat, logprobs is not None, ident)
         for number, prompt in enumerate(prompts):
             sampling = request.sampling(service.room(prompt, request), service.defaults)
             for copy in range(copies):
                 stream = TextStream(
                     service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0
                 )
-                self.choices.append(ResponseChoice(number * copies + copy, prompt, stream, leads[number]))
+                choice = ResponseChoice(number * copies + copy, prompt, stream, leads[number])
+                if isinstance(request, CompletionRequest) and request.echoes_logprobs():
+                    choice.prompt_infos = functools.partial(
+                        prompt_infos, service.tokenizer, prompt, leads[number], logprobs or 0
+                    )
+                self.choices.append(choice)
                 self._sampling.append({**sampling, "index": copy})
+
+    def _embed(self, prompts: list[list[int]]) -> None:
+        """Make the choices of a request for embeddings."""
+        self.pooling = self._service.options.pooling
+        for number, prompt in enumerate(prompts):
+            self._service.room(prompt, self.request)
+            self.choices.append(ResponseChoice(number, prompt, TextStream(self._service.tokenizer)))
+            self._sampling.append({})
+
+    def summary(self) -> str:
+        """Describe the answers so far, for the log."""
+        prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}
+        cached = {id(choice.prompt): choice.cached for choice in reversed(self.choices)}
+        reasons = sorted({choice.reason or "unfinished" for choice in self.choices})
+        read = f"{sum(prompts.values())} prompt tokens ({sum(cached.values())} cached)"
+        return f"{read}, {sum(choice.tokens for choice in self.choices)} new, {'/'.join(reasons)}"
 
     def start(self) -> None:
         """Submit every choice to the engine; raises `EngineGone` if the engine has ended."""
@@ -75,22 +116,27 @@ class PendingRequest:
             self._service.options.timeout, self.fail, APIError(504, late, code="deadline_exceeded")
         )
         self._service.pending.add(self)
-        copies, group = self.request.n or 1, None
+        copies, group = self._copies, None
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
             first = choice.index % copies == 0
             if self._beams and not first:
                 continue
             if first and copies > 1 and not self._beams:
                 group = next(_group_numbers)
+            fields = {"priority": self.request.priority or 0, "pooling": self.pooling}
+            fields |= {"group": group, "adapter": self._adapter}
             put = self._put(choice.index, copies if self._beams else 1)
-            ident = self._service.engine.submit(choice.prompt, sampling, put, group=group, adapter=self._adapter)
+            ident = self._service.engine.submit(choice.prompt, sampling, put, **fields)
             self._idents[choice.index] = ident
-        self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
+        self._service.metrics.submitted(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
     def _put(self, index: int, answers: int = 1) -> Any:
         """Return the function that takes the messages of a request with `answers` choices, of which `index` is one."""
 
         def put(message: Accepted | TokenChunk | Refused | None) -> None:
+            if isinstance(message, TokenChunk):
+                prompt = len(self.choices[index].prompt)
+                self._service.metrics.chunk(self._times[index], message, prompt)
             if isinstance(message, Accepted):
                 self._accepted.update(range(index, index + answers))
             elif isinstance(message, TokenChunk) and message.beams:
@@ -120,7 +166,7 @@ class PendingRequest:
         for ident in gone:
             self._service.engine.cancel(ident)
         if gone:
-            self._service.metrics.cancelled.inc()
+            self._service.metrics.aborted(len(gone))
 
     async def accepted(self) -> bool:
         """Wait until the engine has accepted every choice; returns True.
@@ -186,7 +232,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
-        self.adapters = ServedAdapters(options.engine.lora_modules, [options.name], engine)
+        self.adapters = ServedAdapters(options.engine.lora_modules, options.names, engine)
         self.started = int(time.time())
         self.draining = False
         self.pending: set[PendingRequest] = set()
@@ -226,28 +272,37 @@ class Service:
                 retry_after=1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4,
             )  # fmt: skip
 
-    async def call(self, request: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
+    def check_model(self, name: str) -> None:
+        """Raise `APIError` (404) if neither the model nor an adapter has this name."""
+        if name not in self.options.names and self.adapters.of(name) is None:
+            text = f"The model {name!r} does not exist; there is {', '.join(map(repr, self.options.names))}"
+            raise APIError(404, text, "model", "model_not_found")
+
+    async def call(self, request: CompletionRequest | ChatCompletionRequest, ident: str = "") -> PendingRequest:
         """Tokenize a request's prompts and submit them to the engine.
 
         Raises:
             APIError: the request is invalid (status 400 or 404), or the server cannot accept it (429 or 503).
         """
-        if request.model != self.options.name and self.adapters.of(request.model) is None:
-            text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
-            raise APIError(404, text, "model", "model_not_found")
+        self.check_model(request.model)
         prompt_count = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
         choices = prompt_count * max(request.n or 1, request.beams())
-        if choices > self.options.max_choices:
-            raise APIError(
-                400, f"{choices} answers to one request; {self.options.max_choices} are the most", "n", "invalid_value"
-            )
+        self._check_choices(choices, "n")
         if request.stream_options is not None and not request.stream:
             raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
         request.check_tokens(self.vocabulary)
         self.admit(choices)
         prompts, leads = await self._prompts(request)
         self.admit(choices)  # other requests may have arrived
-        call = PendingRequest(self, request, prompts, leads)
+        return self._started(PendingRequest(self, request, prompts, leads, ident))
+
+    def _check_choices(self, choices: int, field: str) -> None:
+        if choices > self.options.max_choices:
+            text = f"{choices} answers to one request; {self.options.max_choices} are the most"
+            raise APIError(400, text, field, "invalid_value")
+
+    @staticmethod
+    def _started(call: PendingRequest) -> PendingRequest:
         try:
             call.start()  # without interruption after the check, so that simultaneous requests are counted
         except EngineGone as error:
@@ -255,72 +310,110 @@ class Service:
             raise APIError(503, str(error), code="engine_ended") from None
         return call
 
+    async def embed(self, request: EmbeddingRequest, ident: str = "") -> PendingRequest:
+        """Tokenize texts and submit them to the engine; errors as in `call`."""
+        self.check_model(request.model)
+        texts = request.prompts()
+        self._check_choices(len(texts), "input")
+        self.admit(len(texts))
+        prompts = [await self._prompt(text, "input") for text in texts]
+        self.admit(len(texts))
+        return self._started(PendingRequest(self, request, prompts, [], ident))
+
+    async def _prompt(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
+        """Return the tokens of a prompt; raises `APIError` (400) if they are none of the model's."""
+        if isinstance(prompt, str):
+            return await self._tokens(prompt, True, field)
+        check_tokens(field, prompt, self.vocabulary)
+        return prompt
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt or a chat in vLLM's form; raises `APIError` (400 or 404)."""
+        request.check()
+        if request.model is not None:
+            self.check_model(request.model)
+        chat = request.messages is not None
+        text = self._chat_text(request, bool(request.add_generation_prompt)) if chat else request.prompt or ""
+        special = request.add_special_tokens
+        tokens = await self._tokens(text, not chat if special is None else special, empty=True)
+        names = [spelling(self.tokenizer, token) for token in tokens] if request.return_token_strs else None
+        limit = None if self.engine.ready is None else self.engine.ready.max_length
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+
+    def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of tokens in vLLM's form; raises `APIError` (400 or 404)."""
+        if request.model is not None:
+            self.check_model(request.model)
+        check_tokens("tokens", request.tokens, self.vocabulary)
+        known = [token for token in request.tokens if spelling(self.tokenizer, token) is not None]
+        return {"prompt": decode_function(self.tokenizer, False)(known)}
+
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
         if isinstance(request, ChatCompletionRequest):
             text, special = self._chat_text(request), False
             return [await self._tokens(text, special)], [""]
-        if request.echo and request.logprobs is not None:
-            raise APIError(400, "echo together with logprobs is not available", "echo", "unsupported_parameter")
         prompts, leads = [], []
         for prompt in request.prompts():
-            if isinstance(prompt, str):
-                prompts.append(await self._tokens(prompt, True))
-            else:
-                check_tokens("prompt", prompt, self.vocabulary)
-                prompts.append(prompt)
+            prompts.append(await self._prompt(prompt))
             shown = ""
             if request.echo:
                 shown = prompt if isinstance(prompt, str) else decode_function(self.tokenizer, False)(prompt)
             leads.append(shown)
         return prompts, leads
 
-    def _chat_text(self, request: ChatCompletionRequest) -> str:
+    def _chat_text(self, request: ChatCompletionRequest | TokenizeRequest, generates: bool = True) -> str:
         template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
         if not template:
             text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
             raise APIError(400, f"messages: {text}", "messages", "no_chat_template")
-        messages = [message.plain() for message in request.messages]
+        messages = [message.plain() for message in request.messages or ()]
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
+                messages,
+                chat_template=self.options.chat_template or None,
+                tokenize=False,
+                add_generation_prompt=generates,
             )
         except Exception as error:  # templates may raise Jinja errors or any others
             raise APIError(
                 400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
             ) from None
 
-    async def _tokens(self, text: str, special: bool) -> list[int]:
+    async def _tokens(self, text: str, special: bool, field: str = "prompt", empty: bool = False) -> list[int]:
         def cut() -> list[int]:
             return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
         try:
             tokens = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
         except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON but invalid text
-            raise APIError(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
-        if not tokens:
-            raise APIError(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
+            raise APIError(400, f"the {field} is no valid text: {error}", field, "invalid_value") from None
+        if not tokens and not empty:
+            raise APIError(400, f"the {field} is empty: there is nothing to go on from", field, "invalid_value")
         return tokens
 
-    def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
+    def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest | EmbeddingRequest) -> int:
         """Return the maximum number of tokens of the answer; raises `APIError` (400) above the context length."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
-        wanted = request.wanted_tokens()
+        wanted = 0 if isinstance(request, EmbeddingRequest) else request.wanted_tokens()
         default = self.defaults.get("max_new_tokens")
         if limit is None:
-            return wanted or default or 1024
-        whole = len(prompt) + (wanted or 1)
+            return (default or 1024) if wanted is None else wanted
+        least = 1 if wanted is None else wanted
+        whole = len(prompt) + least
         if whole > limit:
-            where = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+            where = {ChatCompletionRequest: "messages", EmbeddingRequest: "input"}.get(type(request), "prompt")
             text = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {whole} tokens "
-                f"({len(prompt)} in the {where}, {wanted or 1} in the completion). "
+                f"({len(prompt)} in the {where}, {least} in the completion). "
                 f"Please reduce the length of the {where} or completion."
             )
             raise APIError(400, text, where, "context_length_exceeded")
         packed = self.engine.ready.packed_length if self.engine.ready is not None else None
-        if not wanted and packed is not None and packed > len(prompt):  # an answer that alone would leave shared passes
+        if wanted is not None:
+            return wanted
+        if packed is not None and packed > len(prompt):  # an answer that alone would leave shared passes
             limit = min(limit, packed)
-        return wanted or min(limit - len(prompt), default or limit)
+        return min(limit - len(prompt), default or limit)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -332,13 +425,19 @@ class Service:
                     text, logprobs = choice.take(part)
                     choice.text.append(text)
                     choice.logprobs += logprobs
-            return call.form.whole(call.choices)
+            request = call.request
+            if isinstance(request, EmbeddingRequest):
+                return embedding_body(request, self.options.name, call.choices, self.options.normalize)
+            body = call.form.whole(call.choices)
+            if request.prompt_logprobs is not None:
+                body = attach(body, call.choices, self.tokenizer, request.prompt_logprobs)
+            return body
         finally:
             call.close()
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
         """Yield server-sent events; an `APIError` becomes the last event, since the HTTP status is sent before."""
-        options = call.request.stream_options
+        options = None if isinstance(call.request, EmbeddingRequest) else call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
                 async for parts in arriving:

@@ -21,6 +21,7 @@ from deepspeed.serving.ipc import (
     LoadAdapter,
     Ready,
     Refused,
+    ScoredToken,
     Step,
     Stop,
     Submit,
@@ -188,7 +189,11 @@ class _Engine:
 
         try:
             sampling = SamplingParams(**message.sampling)
-            self.generator.submit(Request(message.ident, message.tokens, sampling, message.group, message.adapter))
+            request = Request(
+                message.ident, message.tokens, sampling, message.group, message.adapter, message.priority,
+                message.pooling,
+            )  # fmt: skip
+            self.generator.submit(request)
         except LengthError as error:
             self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))
         except RequestError as error:
@@ -218,10 +223,19 @@ class _Engine:
                 for each in o.beams or ()
             )
             logprobs = _plain(o.logprobs)
-            chunks.append(TokenChunk(o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error, beams))
+            scored = o.prompt_logprobs and [
+                p and ScoredToken(p.token, p.logprob, p.top, p.rank) for p in o.prompt_logprobs
+            ]
+            chunks.append(
+                TokenChunk(
+                    o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error, beams, scored,
+                    o.cached_tokens, o.embedding,
+                )
+            )  # fmt: skip
         stats = self.generator.load()
         self.pipe.send(
             Step(
-                self.steps, chunks, stats.running, stats.waiting, stats.free_pages, stats.pages, stats.preemptions, idle
+                self.steps, chunks, stats.running, stats.waiting, stats.free_pages, stats.pages, stats.preemptions,
+                idle, stats.looked_up, stats.reused,
             )
-        )
+        )  # fmt: skip

@@ -159,7 +159,7 @@ class GatheringExecutor:
             parts: list[Part] = [
                 (slice(n * count, (n + 1) * count), a) for n, a in enumerate(adapters) if a is not None
             ]
-            with applied(self.model, parts, group.rows.numel()):
+            with applied(self.model, parts, group.rows.numel()), batch.recording(self.model, group.rows):
                 output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
             if not cache.layer_used:
                 raise PackingError("it keeps nothing in the cache it is given")

@@ -409,6 +409,8 @@ class FusedExecutor:
             return self.plain.run(batch)
         x = self._embedded(batch)
         self.layers(batch, x, 0, len(self.structure.blocks), BOTH)
+        if batch.wants_hidden:
+            batch.hidden = self._normalized(x)
         if any(span.wanted < len(span.tokens) for span in batch.spans):
             x = x[batch.wanted]
         out = x.new_empty(len(x), self.structure.head.outputs)
@@ -416,6 +418,11 @@ class FusedExecutor:
             self.structure.norm, self.structure.head, x.data_ptr(), len(x), out.data_ptr(), threads()
         )
         return out
+
+    def _normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows [rows, width] behind the model's final norm, as its base model returns them."""
+        norm: Any = self.model.base_model.norm
+        return norm(x.to(norm.weight.dtype)).float()
 
     def _embedded(self, batch: RaggedBatch) -> torch.Tensor:
         """Return the embeddings of the batch's tokens, fp32 [rows, width]; RequestError for unknown tokens."""

@@ -326,7 +326,8 @@ class PagedExecutor:
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
         cache = PagedCache(self.store, batch)
         inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
-        with self._attending(cache), applied(self.model, parts_of(batch), len(batch.tokens)):
+        adapted = applied(self.model, parts_of(batch), len(batch.tokens))
+        with self._attending(cache), adapted, batch.recording(self.model):
             output = self.model(**inputs, **with_cache(self._cached, cache), **keep)
         self.rules, self.scales = cache.rules, cache.scales
         if not cache.handed:

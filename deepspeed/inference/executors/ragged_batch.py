@@ -6,7 +6,8 @@ sequence would give NaN, even with attention weight 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,9 +27,11 @@ class BatchSlice:
         start: position of the first token in the sequence.
         pages: pages of the whole sequence.
         wanted: number of last rows with requested logits: 1 for the last token, and 1 for each draft token after it; 0
-            in prefill, if tokens of the prompt remain.
+            in prefill, if tokens of the prompt remain; and the rows of the prompt that are scored.
         sequence: the sequence, for the scheduler.
         adapter: `LoraAdapter` of these rows; None: the model alone.
+        scored: number of rows among `wanted`, its first ones, whose logits only score tokens of the prompt.
+        hidden: whether the last hidden states of these rows are requested, in `RaggedBatch.hidden`.
     """
 
     tokens: Sequence[int]
@@ -37,6 +40,8 @@ class BatchSlice:
     wanted: int = 1
     sequence: Any = None
     adapter: Any = None
+    scored: int = 0
+    hidden: bool = False
 
     @property
     def end(self) -> int:
@@ -46,7 +51,7 @@ class BatchSlice:
     @property
     def count(self) -> int:
         """Number of rows without draft tokens."""
-        return len(self.tokens) - max(self.wanted - 1, 0)
+        return len(self.tokens) - max(self.wanted - self.scored - 1, 0)
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -103,6 +108,39 @@ class RaggedBatch:
 
     def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
+        self.hidden: torch.Tensor | None = None  # last hidden states of all rows, [rows, width], if a slice wants them
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether a slice wants its last hidden states."""
+        return any(span.hidden for span in self.spans)
+
+    @contextmanager
+    def recording(self, model: Any, rows: torch.Tensor | None = None) -> Iterator[None]:
+        """Context of one call of `model` that records the last hidden states of its rows, if a slice wants them.
+
+        Args:
+            model: causal LM with a `base_model`.
+            rows: indices of the rows in the call, [sequences, rows]; None: all rows, as one sequence.
+        """
+        if not self.wants_hidden:
+            yield
+            return
+
+        def record(module: Any, args: Any, output: Any) -> None:
+            states = output[0].detach()
+            if rows is None:
+                self.hidden = states[0]
+                return
+            hidden = states.new_zeros(len(self.tokens), states.shape[-1]) if self.hidden is None else self.hidden
+            hidden[rows] = states
+            self.hidden = hidden
+
+        handle = model.base_model.register_forward_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @cached_property
     def tokens(self) -> torch.Tensor:

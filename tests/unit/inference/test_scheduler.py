@@ -27,8 +27,8 @@ class Machine:
     def _copy(self, source: int, target: int) -> None:
         self.content[target] = list(self.content[source])
 
-    def submit(self, ident: str, tokens: list[int], new: int) -> None:
-        track = TokenSequence(ident, list(tokens), len(self.goals))
+    def submit(self, ident: str, tokens: list[int], new: int, priority: int = 0) -> None:
+        track = TokenSequence(ident, list(tokens), len(self.goals), priority=priority)
         self.tracks[ident], self.goals[ident] = track, len(tokens) + new
         self.scheduler.add(track)
 
@@ -80,8 +80,8 @@ class Machine:
         assert all(self.pages.references(page) == held.get(page, 0) for page in range(self.pages.count))
         assert self.pages.available == self.pages.count - len(held), "a page was lost or given twice"
         assert all(not track.pages for track in self.scheduler.waiting)
-        assert [t.arrival for t in self.scheduler.running] == sorted(t.arrival for t in self.scheduler.running)
-        waiting = [t.arrival for t in self.scheduler.waiting]
+        assert [t.rank for t in self.scheduler.running] == sorted(t.rank for t in self.scheduler.running)
+        waiting = [t.rank for t in self.scheduler.waiting]
         assert waiting == sorted(waiting)
 
 
