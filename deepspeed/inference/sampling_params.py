@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepspeed.errors import RequestError
+from deepspeed.inference.structured_output import StructuredOutput
 
 _MOST = 3e38  # a bias must be finite in fp32
 
@@ -38,6 +39,8 @@ class SamplingParams:
         stop: one or more strings that end the text, even across token boundaries; needs the generator's tokenizer.
         stop_token_ids: end tokens in addition to the model's own.
         ignore_eos: do not stop at the model's own end tokens.
+        structured: constraint on the text of the answer, which ends where the constraint has to; end tokens are masked
+            where it may not. Needs the generator's tokenizer. None: any text.
 
     Raises:
         RequestError: an option is out of range; the message names it.
@@ -59,6 +62,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

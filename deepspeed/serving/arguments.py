@@ -12,6 +12,8 @@ from pathlib import Path
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
+from deepspeed.serving.reasoning import REASONING_FORMATS
+from deepspeed.serving.tool_calls import TOOL_FORMATS
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
@@ -81,6 +83,8 @@ class ServeOptions:
         allowed_methods: methods that these pages may use.
         allowed_headers: headers that these pages may send.
         allow_credentials: whether these pages may send cookies and other credentials.
+        tool_call_parser: format of a model's calls of tools: "auto" (found by the template), or a name.
+        reasoning_parser: format of a model's reasoning: "auto" (found by the template), "none", or a name.
     """
 
     engine: EngineOptions
@@ -100,6 +104,8 @@ class ServeOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
@@ -134,7 +140,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     return ServeOptions(
         engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
         args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
-        args.allow_credentials,
+        args.allow_credentials, args.tool_call_parser, args.reasoning_parser,
     )  # fmt: skip
 
 
@@ -212,6 +218,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
     add("--api-key-file", default="", help="one key per line")
     add("--chat-template", default="", help="Jinja file")
+    add("--tool-call-parser", default="auto", choices=["auto", *TOOL_FORMATS], help="format of calls (default: the "
+        "chat template's)")  # fmt: skip
+    add("--reasoning-parser", default="auto", choices=["auto", "none", *REASONING_FORMATS], help="marks of reasoning "
+        "(default: the chat template's)")  # fmt: skip
+    add("--enable-auto-tool-choice", action="store_true", help="as for vLLM; always on here")
     add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
     add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
     add("--allowed-origins", action="append", default=[], help="origin of pages in a browser (CORS), or a JSON list")

@@ -12,6 +12,7 @@ from deepspeed.foundation.log import logger
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import decode_function
 from deepspeed.serving.arguments import ServeOptions
+from deepspeed.serving.chat_format import ChatFormat
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
 from deepspeed.serving.metrics import Metrics
@@ -56,11 +57,15 @@ class PendingRequest:
         stops, copies = request.stops(), request.n or 1
         for number, prompt in enumerate(prompts):
             sampling = request.sampling(service.room(prompt, request), service.defaults)
+            if (structured := service.chat.structured(request, prompt)) is not None:
+                sampling["structured"] = structured
             for copy in range(copies):
                 stream = TextStream(
-                    service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0
-                )
-                self.choices.append(ResponseChoice(number * copies + copy, prompt, stream, leads[number]))
+                    service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0,
+                    keep=service.chat.keep(request),
+                )  # fmt: skip
+                parser = service.chat.parser(request, prompt)
+                self.choices.append(ResponseChoice(number * copies + copy, prompt, stream, leads[number], parser))
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
@@ -170,6 +175,8 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
+        parsers = options.tool_call_parser, options.reasoning_parser
+        self.chat = ChatFormat(tokenizer, options.chat_template, *parsers)
         self.started = int(time.time())
         self.draining = False
         self.pending: set[PendingRequest] = set()
@@ -258,19 +265,7 @@ class Service:
         return prompts, leads
 
     def _chat_text(self, request: ChatCompletionRequest) -> str:
-        template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
-        if not template:
-            text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
-            raise APIError(400, f"messages: {text}", "messages", "no_chat_template")
-        messages = [message.plain() for message in request.messages]
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates may raise Jinja errors or any others
-            raise APIError(
-                400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
-            ) from None
+        return self.chat.text(request)
 
     async def _tokens(self, text: str, special: bool) -> list[int]:
         def cut() -> list[int]:
@@ -349,7 +344,8 @@ class Service:
         for index, (text, logprobs) in new.items():
             choice = call.choices[index]
             if text or logprobs or choice.reason is not None:
-                events.append(event(call.form.chunk(choice, text, logprobs)))
+                body = call.form.chunk(choice, text, logprobs)
+                events += [] if body is None else [event(body)]
         return events
 
     # -- health ---------------------------------------------------------------------------------------------------
