@@ -245,7 +245,7 @@ class ToolCallParser:
     """Parser of an answer that may call tools; its text may arrive in any parts.
 
     A call is written once it is complete. Text that looks like a call but has no JSON arguments or an unknown name
-    stays content. Spaces before and after calls are left out.
+    stays content. Spaces around calls are left out at the beginning and at the end of the content.
 
     Args:
         name: name of the format.
@@ -259,7 +259,9 @@ class ToolCallParser:
         self._calls = _Calls()
         self._held = self._spaces = ""
         self._plain = False  # whether an answer that might have been calls as a whole is none
-        self._after_call = False
+        self._written = self._after_call = (
+            False  # whether there is content, and whether a call is the last before spaces
+        )
 
     @property
     def called(self) -> bool:
@@ -312,16 +314,17 @@ class ToolCallParser:
         for name, arguments in calls:
             if self._most is None or self._calls.count < self._most:
                 delta.calls += [self._calls.begin(name), self._calls.arguments(_dumped(arguments))]
-        self._held, self._spaces, self._after_call = self._held[length:], "", True
+        self._held, self._after_call = self._held[length:], True
         return True
 
     def _write(self, delta: Delta, length: int) -> None:
         """Move the first characters of the held text to the content, except for spaces around calls."""
         text, self._held = self._spaces + self._held[:length], self._held[length:]
-        text = text.lstrip() if self._after_call else text
-        self._after_call = self._after_call and not text
+        text = text.lstrip() if self.called and not self._written else text
         content = text.rstrip()
         self._spaces = text[len(content) :]
+        if content:
+            self._written, self._after_call = True, False
         delta.content += content
 
 
@@ -362,13 +365,13 @@ class ForcedCallParser:
 
     def _begin(self, delta: Delta) -> bool:
         """Look for the next call; returns whether it has begun."""
-        for tool, opening in self._openings.items():
-            place = self._held.find(opening)
-            if place >= 0:
-                self._held, self._inside = self._held[place + len(opening) :], True
-                delta.calls.append(self._calls.begin(tool))
-                return True
-        return False
+        places = [(self._held.find(opening), tool) for tool, opening in self._openings.items()]
+        place, tool = min(((place, tool) for place, tool in places if place >= 0), default=(-1, ""))
+        if place < 0:
+            return False
+        self._held, self._inside = self._held[place + len(self._openings[tool]) :], True
+        delta.calls.append(self._calls.begin(tool))
+        return True
 
     def _scan(self) -> int:
         """Return the number of characters of the held text that belong to the arguments."""
