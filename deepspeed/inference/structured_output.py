@@ -29,6 +29,7 @@ LONGEST = 1 << 18  # characters of a constraint
 REMEMBERED = 64  # compiled constraints
 # Spaces and line breaks in JSON are limited: a model that writes them without end would never finish.
 WHITESPACE = r" ?|\n[ ]{0,24}|\n\t{0,8}"
+_LEADS = ("", "x", ":")  # texts before a text, to find the tokens of its middle
 _STATES = 50_000  # of the lexer, 1 to 2 kB each
 
 
@@ -38,8 +39,8 @@ class StructuredOutput:
 
     Args:
         kind: "json_object", "json_schema", "regex", "choice" or "grammar".
-        value: the schema as JSON, the regular expression (Rust's syntax, for the whole text), the choices, or the
-            grammar (Lark, or GBNF of llama.cpp); "" for "json_object".
+        value: the schema as JSON, the regular expression (Rust's syntax, for the whole text, digits being 0 to 9),
+            the choices, or the grammar (Lark, or GBNF of llama.cpp); "" for "json_object".
         lead: rules in Lark, one of them named `lead`, for a text before the constrained one, such as reasoning; "":
             none.
         field: name of the request's field in error messages.
@@ -73,7 +74,8 @@ class StructuredOutput:
 
 def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
     """Return the constraint in llguidance's form of a grammar; raises ValueError."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     if structured.kind in ("json_object", "json_schema"):
         schema: Any = json.loads(str(structured.value)) if structured.kind == "json_schema" else {"type": "object"}
@@ -83,15 +85,13 @@ def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
             raise ValueError(f"a JSON schema is an object, not {structured.value!r:.80}")
         schema = {key: entry for key, entry in schema.items() if key != "x-guidance"}  # options of the compiler
         options: Any = {"whitespace_pattern": WHITESPACE}
-        text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    elif structured.kind == "choice":
+        return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))["grammars"][0]
+    if structured.kind == "choice":
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.value)
-        text = LLMatcher.grammar_from_lark(f"start: {choices}")
-    elif structured.kind == "regex":
-        text = LLMatcher.grammar_from_regex(str(structured.value))
-    else:
-        text = grammar_from("grammar", str(structured.value))
-    return json.loads(text)["grammars"][0]
+        return {"lark_grammar": f"start: {choices}"}
+    if structured.kind == "regex":
+        return {"lark_grammar": f"start: /{regex_to_lark(str(structured.value), 'd')}/"}  # 'd': digits are 0 to 9
+    return {"lark_grammar": any_to_lark(str(structured.value))}
 
 
 def _with_lead(structured: StructuredOutput) -> str:
@@ -118,9 +118,36 @@ class _Vocabulary:
         self.tokens = [table.of_token(token) for token in range(size)] + [b"<|end of text|>"]
         special = [token for token in range(size) if table.wordless(token) and self.tokens[token]]
         self.special_token_ids = [*special, size]
+        self._special = frozenset(self.special_token_ids)
+        plain = (token for token in range(size) if self.tokens[token] and token not in self._special)
+        self._by_bytes = {self.tokens[token]: token for token in plain}
+        self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Return tokens whose bytes are `text`: where only this text can be next, llguidance allows these alone.
+
+        Tokens of the middle of a text, since some tokenizers begin each with a space.
+        """
+        for lead in _LEADS:
+            before = self._tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
+            tokens = self._tokenizer(lead + text, add_special_tokens=False)["input_ids"]
+            rest = tokens[len(before) :]
+            exact = tokens[: len(before)] == before and b"".join(self.tokens[token] for token in rest) == text.encode()
+            if exact and self._special.isdisjoint(rest):
+                return rest
+        return self._longest_tokens(text.encode())
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        """Return the longest token at each place, up to a byte that no token begins with."""
+        tokens, start = [], 0
+        while start < len(text):
+            sizes = range(min(self._longest, len(text) - start), 0, -1)
+            size = next((size for size in sizes if text[start : start + size] in self._by_bytes), 0)
+            if not size:
+                break
+            tokens.append(self._by_bytes[text[start : start + size]])
+            start += size
+        return tokens
 
 
 class ConstraintCompiler:
@@ -182,8 +209,8 @@ class ConstraintCompiler:
         tokens = self._tokens(structured.field)
         try:
             grammar = _with_lead(structured)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{structured.field}: {error}") from None
+        except Exception as error:  # llguidance's reader of GBNF raises plain ones
+            raise RequestError(f"{structured.field}: {str(error)[:300]}") from None
         limits = llguidance.LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
         compiled = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if not compiled.is_error():
