@@ -181,10 +181,7 @@ class ConstraintCompiler:
             compiled = self._compiled.get(structured)
         if compiled is None:
             with self._busy:  # one at a time
-                try:
-                    compiled = self._compile(structured)
-                except RequestError as error:
-                    compiled = error
+                compiled = self._compiled.get(structured) or self._compiled_or_error(structured)
         with self._lock:
             self._compiled[structured] = compiled
             self._compiled.move_to_end(structured)
@@ -199,6 +196,12 @@ class ConstraintCompiler:
         compiled = self.compile(structured).deep_copy()
         first = all(self._table.wordless(token) for token in before)
         return Matcher(compiled, structured.field, self._shifting if first else [])
+
+    def _compiled_or_error(self, structured: StructuredOutput) -> Any:
+        try:
+            return self._compile(structured)
+        except RequestError as error:
+            return error
 
     def _compile(self, structured: StructuredOutput) -> Any:
         try:

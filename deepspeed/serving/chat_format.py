@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -195,7 +196,7 @@ class ChatFormat:
 
 def _escaped(text: str) -> str:
     """Write a text as a part of a regular expression in Lark."""
-    return "".join(f"\\{character}" if not character.isalnum() else character for character in text)
+    return re.escape(text).replace("/", "\\/")
 
 
 def _described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

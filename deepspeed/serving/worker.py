@@ -7,9 +7,9 @@ import functools
 import multiprocessing
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,7 +77,7 @@ def main(options: EngineOptions, pipe: Connection) -> None:
 
 
 class _Compiling:
-    """Requests whose constraints are compiled in a thread, while the engine goes on with others.
+    """Requests whose constraints are compiled in threads, while the engine goes on with others.
 
     Attributes:
         waiting: requests under way, by number.
@@ -87,10 +87,9 @@ class _Compiling:
     def __init__(self) -> None:
         self.news, self._sender = multiprocessing.Pipe(duplex=False)
         self.waiting: dict[int, Submit] = {}
-        self._thread = ThreadPoolExecutor(1, "constraints")
 
     def start(self, message: Submit, compile_: Callable[[], Any]) -> None:
-        """Compile in the thread; errors come again when the request is submitted."""
+        """Compile in a thread; errors come again when the request is submitted."""
         self.waiting[message.ident] = message
 
         def work() -> None:
@@ -99,7 +98,7 @@ class _Compiling:
                     compile_()
             self._sender.send(message.ident)
 
-        self._thread.submit(work)
+        threading.Thread(target=work, name="deepspeed constraint", daemon=True).start()
 
     def finished(self) -> list[Submit]:
         """Return the requests that are ready, without those cancelled."""

@@ -39,7 +39,7 @@ SHORT = {"max_tokens": 200, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InlineServer]:
-    with mock.patch("tests.unit.serving.server.LENGTH", 1200):
+    with mock.patch("tests.unit.serving.server.LENGTH", 2400):
         folder = make_folder(tmp_path_factory.mktemp("structured"))
     with inline(folder, {"threads": 1, "speculation": 3}, chat_template=TEMPLATE) as made:
         yield made
@@ -179,10 +179,11 @@ def test_forced_calls(server: InlineServer) -> None:
     assert len(one["tool_calls"]) == 1
 
 
-def test_fifty_loops_of_a_scripted_model(server: InlineServer) -> None:
+@pytest.mark.parametrize("loops", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_loops_of_a_scripted_model(server: InlineServer, loops: int) -> None:
     """The official client: a call, its result, and an answer; streamed and whole ones are the same."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    for number in range(50):
+    for number in range(loops):
         before = ("", "Let me look.\n")[number % 2]
         calls = CALL * (1 + number % 3)
         messages: list[Any] = list(USER)
