@@ -234,11 +234,11 @@ class ConstraintCompiler:
                 reason = "there is no tokenizer" if tokenizer is None else "the text of a token depends on others"
                 raise RequestError(f"{field}: not available with this tokenizer: {reason}")
             size = len(tokenizer) if self._size is None else self._size
-            made = _Vocabulary(tokenizer, table, size)
+            vocabulary = _Vocabulary(tokenizer, table, size)
             self._table = table
             # Some tokenizers drop the space of the first token of a text; such tokens are left out there.
-            self._shifting = [token for token in range(size) if table.of_token(token, True) != made.tokens[token]]
-            self._vocabulary = llguidance.LLTokenizer(made)  # type: ignore[arg-type]
+            self._shifting = [token for token in range(size) if table.of_token(token, True) != vocabulary.tokens[token]]
+            self._vocabulary = llguidance.LLTokenizer(vocabulary)  # type: ignore[arg-type]
         return self._vocabulary
 
 
@@ -290,8 +290,8 @@ class Matcher:
         values = scores.numpy()
         possible = numpy.unpackbits(bits, bitorder="little")[: len(values)].astype(bool)
         possible[[token for token in (*ends, *self._barred) if token < len(values)]] = False
-        kept = [token for token in ends if token < len(values)] if self.accepting else []
-        possible[kept] = True
+        allowed_ends = [token for token in ends if token < len(values)] if self.accepting else []
+        possible[allowed_ends] = True
         values[~possible] = -numpy.inf
         if values.max() == -numpy.inf:
             raise RequestError(f"{self._field}: no token of this vocabulary can go on here")

@@ -74,8 +74,8 @@ class ChatFormat:
         own = getattr(tokenizer, "chat_template", None) or ""
         self._text = template or (own if isinstance(own, str) else " ".join(map(str, own.values())))
         self._takes_tools = "tools" in self._text
-        found = tool_format(self._text) if self._takes_tools else "hermes"
-        self._tools = found if tool_parser == "auto" else tool_parser
+        stated = tool_format(self._text) if self._takes_tools else "hermes"
+        self._tools = stated if tool_parser == "auto" else tool_parser
         self._reasoning = reasoning_format(reasoning_parser, self._text)
 
     def keep(self, request: Any) -> frozenset[int]:

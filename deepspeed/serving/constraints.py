@@ -74,10 +74,10 @@ class ConstrainedRequest(BaseModel):
                 raise RequestError("response_format: json_schema has no schema")
             stated.append(("response_format", "json_schema", json.dumps(wanted.json_schema.schema_)))
         options = self.structured_outputs
-        given = [] if options is None else [(name.rstrip("_"), value) for name, value in options]
-        if given and all(value in (None, False) for _, value in given):
+        fields = [] if options is None else [(name.rstrip("_"), value) for name, value in options]
+        if fields and all(value in (None, False) for _, value in fields):
             raise RequestError("structured_outputs: one of json, regex, choice, grammar and json_object")
-        entries = [("structured_outputs", name, value) for name, value in given]
+        entries = [("structured_outputs", name, value) for name, value in fields]
         entries += [(field, name, getattr(self, field)) for field, name in GUIDED.items()]
         for field, name, value in entries:
             if value is None or (name == "json_object" and not value):

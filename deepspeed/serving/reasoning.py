@@ -76,9 +76,9 @@ class ReasoningSplitter:
         if closing:
             self._state, self._held = "after", ""
             return inside, before + rest
-        kept = 0 if final else partial_length(inside, self._form.closing)
-        self._held = inside[len(inside) - kept :]
-        return inside[: len(inside) - kept], before
+        partial = 0 if final else partial_length(inside, self._form.closing)
+        self._held = inside[len(inside) - partial :]
+        return inside[: len(inside) - partial], before
 
     def _open(self, final: bool) -> str:
         """Look for the opening mark at the beginning; returns text before it that is no reasoning."""

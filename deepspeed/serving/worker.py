@@ -96,7 +96,8 @@ class _Compiling:
             with contextlib.suppress(Exception):
                 if message.ident in self.waiting:
                     compile_()
-            self._sender.send(message.ident)
+            with contextlib.suppress(OSError):  # the engine has ended
+                self._sender.send(message.ident)
 
         threading.Thread(target=work, name="deepspeed constraint", daemon=True).start()
 
