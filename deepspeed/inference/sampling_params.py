@@ -74,6 +74,8 @@ class SamplingParams:
             self._check_whole(name, 0)
         if self.logprobs is not None:
             self._check_whole("logprobs", 0)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured has to be a StructuredOutput, not {self.structured!r:.80}")
         if self.seed is not None:
             self._check_whole("seed", -(2**63))
         self._check_range("temperature", 0.0, math.inf)

@@ -162,6 +162,7 @@ class ConstraintCompiler:
         self._tokenizer, self._size = tokenizer, size
         self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
         self._vocabulary: Any = None
+        self._table: Any = None
         self._shifting: list[int] = []
         self._lock, self._busy = threading.Lock(), threading.Lock()
 

@@ -165,7 +165,7 @@ class ChatFormat:
         return structured
 
     def _lead(self, opened: bool) -> str:
-        """Return the rules, in Lark, of reasoning before a constrained text."""
+        """Return the rules, in Lark, of reasoning before a constrained text, which begins right after the mark."""
         form: Any = self._reasoning
         opening, closing = (self._literal_mark(mark) for mark in (form.opening, form.closing))
         if closing.startswith("<["):
@@ -173,7 +173,7 @@ class ChatFormat:
         else:
             inside = f"inside[lazy]: /(?s:.*){_escaped(form.closing)}/"
         whole = "inside" if opened else f"{opening}? inside" if form.always else f"({opening} inside)?"
-        return f"lead: {whole} spaces\n{inside}\nspaces: /[ \\n]{{0,4}}/"
+        return f"lead: {whole}\n{inside}"
 
     def _literal_mark(self, mark: str) -> str:
         token = self._special(mark)
