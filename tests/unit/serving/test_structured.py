@@ -17,6 +17,7 @@ from openai import OpenAI
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.structured_output import ConstraintCompiler
 from deepspeed.serving import tool_calls
+from deepspeed.serving.chat_format import ChatFormat
 from tests.unit.serving.inline import InlineServer, inline
 from tests.unit.serving.server import make_folder
 from tests.unit.serving.test_answers import events
@@ -43,8 +44,16 @@ SHORT = {"max_tokens": 200, "temperature": 0}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InlineServer]:
     with mock.patch("tests.unit.serving.server.LENGTH", 2400):
         folder = make_folder(tmp_path_factory.mktemp("structured"))
-    with inline(folder, {"threads": 1, "speculation": 3}, chat_template=TEMPLATE) as made:
+    with inline(folder, {"threads": 1, "speculation": 3}, chat_template=TEMPLATE, reasoning_parser="none") as made:
         yield made
+
+
+@pytest.fixture
+def thinking(server: InlineServer) -> Iterator[InlineServer]:
+    """The server with a parser of reasoning; without one, a random model does not begin to think."""
+    form = ChatFormat(server.service.tokenizer, TEMPLATE, "auto", "auto")
+    with mock.patch.object(server.service, "chat", form):
+        yield server
 
 
 @contextlib.contextmanager
@@ -192,8 +201,7 @@ def test_loops_of_a_scripted_model(server: InlineServer, loops: int) -> None:
         before = ("", "Let me look.\n")[number % 2]
         calls = CALL * (1 + number % 3)
         messages: list[Any] = list(USER)
-        thought = "<think>hm</think>" if number % 5 == 0 else ""
-        with saying(server, thought + before + calls, f"It is {number} degrees <tool_call>"):
+        with saying(server, before + calls, f"It is {number} degrees <tool_call>"):
             options: dict[str, Any] = {"model": "tiny", "tools": TOOLS}
             if number % 2:
                 stream = client.chat.completions.stream(messages=messages, **options)
@@ -213,7 +221,7 @@ def test_loops_of_a_scripted_model(server: InlineServer, loops: int) -> None:
             assert last.message.content == f"It is {number} degrees <tool_call>" and last.finish_reason == "stop"
 
 
-def test_calls_and_reasoning_of_a_scripted_model(server: InlineServer) -> None:
+def test_calls_and_reasoning_of_a_scripted_model(thinking: InlineServer) -> None:
     for options, text, wanted in (
         ({"tools": TOOLS}, f"Yes. {CALL}{CALL}", ("Yes.", "", 2, "tool_calls")),
         ({"tools": TOOLS, "parallel_tool_calls": False}, CALL + CALL, ("", "", 1, "tool_calls")),
@@ -225,22 +233,22 @@ def test_calls_and_reasoning_of_a_scripted_model(server: InlineServer) -> None:
         ({"chat_template_kwargs": {"think": True}}, "hm", ("", "hm", 0, "stop")),
         ({}, "Yes </think>", ("Yes </think>", "", 0, "stop")),
     ):  # fmt: skip
-        with saying(server, text, text):
-            got = both(server, {"messages": USER, **options})
+        with saying(thinking, text, text):
+            got = both(thinking, {"messages": USER, **options})
         assert (got["content"], got["reasoning_content"], len(got["tool_calls"]), got["reason"]) == wanted, text
 
 
-def test_a_constraint_begins_after_the_reasoning(server: InlineServer) -> None:
+def test_a_constraint_begins_after_the_reasoning(thinking: InlineServer) -> None:
     options = {"messages": USER, "guided_choice": ["left", "right"]}
-    for think, begun in ((True, "hm {}</think>"), (False, "<think>hm {}</think>"), (False, "")):
-        with saying(server, begun, begun, constrained=True):
-            answer = both(server, {**options, "chat_template_kwargs": {"think": think}})
+    for think, begun in ((True, "hm {}</think>"), (False, "<think>hm {}</think>"), (False, "r")):
+        with saying(thinking, begun, begun, constrained=True):
+            answer = both(thinking, {**options, "chat_template_kwargs": {"think": think}})
         assert answer["content"] in ("left", "right") and answer["reason"] == "stop"
-        assert answer["reasoning_content"] == ("hm {}" if begun else "")
+        assert answer["reasoning_content"] == ("hm {}" if begun[1:] else "")
     body = {**options, "tools": TOOLS[:1], "tool_choice": "required", "chat_template_kwargs": {"think": True}}
     del body["guided_choice"]
-    with saying(server, "hm</think>", "hm</think>", constrained=True), mock.patch.object(tool_calls, "MOST_CALLS", 1):
-        answer = both(server, body)
+    with saying(thinking, "hm</think>", "hm</think>", constrained=True), mock.patch.object(tool_calls, "MOST_CALLS", 1):
+        answer = both(thinking, body)
     assert answer["reasoning_content"] == "hm" and len(answer["tool_calls"]) == 1
 
 
@@ -269,7 +277,6 @@ def test_a_slow_compile_does_not_stall_others(server: InlineServer) -> None:
 
 
 def test_templates_without_tools_get_them_as_text(server: InlineServer) -> None:
-    from deepspeed.serving.chat_format import ChatFormat
     from deepspeed.serving.protocol import APIError, ChatCompletionRequest
 
     words = server.service.tokenizer
@@ -287,8 +294,6 @@ def test_templates_without_tools_get_them_as_text(server: InlineServer) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_args", "pythonic"])
 def test_calls_are_forced_in_every_format(server: InlineServer, name: str) -> None:
-    from deepspeed.serving.chat_format import ChatFormat
-
     service = server.service
     with mock.patch.object(service, "chat", ChatFormat(service.tokenizer, "{{ tools }}x", name, "none")):
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
