@@ -127,7 +127,7 @@ def _read_mistral(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] |
     try:
         if text[start : start + 1] in ("[", "{"):
             value, end = _loads(text, start)
-            calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+            calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
             return ([], 0) if None in calls else ([call for call in calls if call is not None], end)
         brace = text.find("{", start)
         if brace < 0:
@@ -149,10 +149,12 @@ def _read_pythonic(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] 
         if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
         if isinstance(node, ast.List | ast.Tuple):
-            return [value(one) for one in node.elts]
+            return [value(entry) for entry in node.elts]
         if isinstance(node, ast.Dict):
             return {
-                str(ast.literal_eval(key)): value(one) for key, one in zip(node.keys, node.values, strict=True) if key
+                str(ast.literal_eval(key)): value(entry)
+                for key, entry in zip(node.keys, node.values, strict=True)
+                if key
             }
         return ast.literal_eval(node)
 
