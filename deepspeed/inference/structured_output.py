@@ -289,11 +289,11 @@ class Matcher:
         bits = numpy.frombuffer(self._compiled.compute_bitmask(), dtype=numpy.uint8)
         self._check()
         values = scores.numpy()
-        possible = numpy.unpackbits(bits, bitorder="little")[: len(values)].astype(bool)
+        possible = numpy.unpackbits(bits, bitorder="little")[: len(values)].view(bool)
         possible[[token for token in (*ends, *self._barred) if token < len(values)]] = False
         allowed_ends = [token for token in ends if token < len(values)] if self.accepting else []
         possible[allowed_ends] = True
-        values[~possible] = -numpy.inf
+        numpy.copyto(values, -numpy.inf, where=~possible)
         if values.max() == -numpy.inf:
             raise RequestError(f"{self._field}: no token of this vocabulary can go on here")
 
