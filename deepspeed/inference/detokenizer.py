@@ -117,6 +117,7 @@ class TextStream:
         stops: the stop strings.
         before: tokens of the prompt; they determine whether the text begins with a space.
         skip_special_tokens: whether special tokens are omitted from the text.
+        keep: special tokens that are not omitted.
         min_tokens: number of first tokens that complete no stop string.
     """
 
@@ -127,8 +128,9 @@ class TextStream:
         before: Sequence[int] = (),
         skip_special_tokens: bool = False,
         min_tokens: int = 0,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        table = TokenBytes.of(tokenizer, skip_special_tokens)
+        table = TokenBytes.of(tokenizer, skip_special_tokens, keep)
         self._detokenizer: ByteDetokenizer | Detokenizer
         if table is not None:
             self._detokenizer = ByteDetokenizer(table, before)

@@ -41,6 +41,7 @@ from deepspeed.inference.request import Logprob, Output, Request, length_limit, 
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
+from deepspeed.inference.structured_output import ConstraintCompiler, Matcher
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -87,11 +88,17 @@ class _LiveSequence(TokenSequence):
     """State of an unfinished request: tokens, sampler, text stream, new output; `ends`: the model's end tokens."""
 
     def __init__(
-        self, request: Request, tokens: list[int], arrival: int, ends: frozenset[int], stream: TextStream | None
+        self,
+        request: Request,
+        tokens: list[int],
+        arrival: int,
+        ends: frozenset[int],
+        stream: TextStream | None,
+        matcher: Matcher | None,
     ) -> None:
         super().__init__(request.ident, tokens, arrival)
         self.sampling, self.stream = request.sampling, stream
-        self.sampler = Sampler(request.sampling, self.tokens, ends)
+        self.sampler = Sampler(request.sampling, self.tokens, ends, matcher)
         self.proposer: Proposer | None = None
         self.beams: BeamGroup | None = None
         self.thread: Thread | None = None
@@ -122,6 +129,8 @@ class _LiveSequence(TokenSequence):
             self.reason, self.matched = "stop", token
         elif self.stream is not None and self.stream.matched is not None:
             self.reason, self.matched = "stop", self.stream.matched
+        elif self.sampler.complete:
+            self.reason = "stop"
         elif self.sampler.count >= self.sampling.max_new_tokens:
             self.reason = "length"
         return token
@@ -197,7 +206,7 @@ class Generator:
 
     Args:
         model: a causal LM of Transformers, or another `nn.Module` with `config` and `generate`.
-        tokenizer: only needed for stop strings.
+        tokenizer: only needed for stop strings and structured output.
         cache_bytes: size of the KV cache; None: enough for all sequences, but at most 4 GiB and a quarter of the free
             memory. On a CPU, pages use memory only once they are written.
         page_size: tokens per page.
@@ -251,6 +260,7 @@ class Generator:
         self.limit = own if max_length is None else max_length
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = self._end_tokens(model)
+        self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
         self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
         warn_of(model, self._executor, self.why)
@@ -319,11 +329,15 @@ class Generator:
             RequestError: the prompt is empty, a token of the prompt or of the options is outside of the vocabulary, the
                 ident is in use, stop strings have no tokenizer, the group has another prompt or adapter, there are
                 more beams than sequences may run, beams or an adapter of a request that runs the model's own
-                `generate`, the adapter is unknown, or the model gives no embeddings or scores of prompts.
+                `generate`, the adapter is unknown, a constraint cannot be compiled, or the model gives no
+                embeddings or scores of prompts.
             LengthError: prompt and answer exceed the limit of the generator or of the cache; also a RequestError.
             UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
+        matcher = None
+        if sampling.structured is not None:  # before the lock: other requests go on while it is compiled
+            matcher = self.constraints.matcher(sampling.structured, tokens)
         with self._lock:
             if self._closed:
                 raise UsageError("the generator is closed")
@@ -346,7 +360,7 @@ class Generator:
             stream = None
             if sampling.stop and not request.pooling:
                 stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
-            sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
+            sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream, matcher)
             if (adapter := self._adapters.get(request.adapter)) is not None:
                 sequence.adapter, sequence.root = adapter, adapter.root
             self._join_group(sequence, request.group)
@@ -636,7 +650,7 @@ class Generator:
         proposer = getattr(sequence, "proposer", None)
         if proposer is None or (most := min(most, self._most_drafts(sequence))) <= 0:
             return []
-        return proposer.guess(sequence.tokens, most)
+        return sequence.sampler.valid(proposer.guess(sequence.tokens, most))
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Accept the next token of a sequence, and one more after each correct draft; return its output, if any.

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
+from deepspeed.inference.structured_output import Matcher
 
 COLDEST = 1e-30  # lower temperatures underflow in fp32; this one is already greedy
 
@@ -22,10 +23,17 @@ class Sampler:
         sampling: options of the request.
         prompt: tokens of the prompt, for the repetition penalty.
         ends: the model's own end tokens.
+        matcher: state of the constraint on the text; None: any text.
     """
 
-    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
-        self.sampling = sampling
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        ends: frozenset[int] = frozenset(),
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.sampling, self._matcher = sampling, matcher
         self.ends = frozenset() if sampling.ignore_eos else ends
         self.stops = self.ends | set(sampling.stop_token_ids)
         self.count = 0
@@ -43,6 +51,16 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether the argmax of the logits is the next token, and no log-probabilities are requested."""
+        return self._matcher is None and self._greedy and self.sampling.logprobs is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow the text under its constraint."""
+        return self._matcher is not None and self._matcher.complete
+
+    @property
+    def _greedy(self) -> bool:
+        """Whether the argmax of the logits is the next token, if a constraint allows it."""
         options = self.sampling
         return (
             not options.temperature
@@ -51,14 +69,17 @@ class Sampler:
             and not options.frequency_penalty
             and not options.logit_bias
             and self.count >= options.min_new_tokens
-            and options.logprobs is None
         )
 
     def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
         """Return the next token for logits [vocabulary], and its log-probabilities or None (not requested)."""
         logits = logits.detach().float().cpu()
-        scores = self._adjusted(logits)
-        token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
+        token = self._likely(logits)
+        if token is None:
+            scores = self._adjusted(logits)
+            if self._matcher is not None:
+                self._matcher.mask(scores, self.stops)
+            token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
         logprob = None
         if self.sampling.logprobs is not None:
             chances = logits.log_softmax(-1)
@@ -71,10 +92,24 @@ class Sampler:
     def note(self, token: int) -> None:
         """Record a chosen token, for the penalties and `min_new_tokens`."""
         self.count += 1
+        if self._matcher is not None and token not in self.stops:
+            self._matcher.accept(token)
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
         if self._seen is not None and not bool((self._seen == token).any()):
             self._seen = torch.cat([self._seen, self._seen.new_tensor([token])])
+
+    def valid(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Return those of the first drafts that the constraint allows; the first one that it does not is the end."""
+        return drafts if self._matcher is None else drafts[: self._matcher.valid(drafts, self.stops)]
+
+    def _likely(self, logits: torch.Tensor) -> int | None:
+        """Return the most probable token, if it is the next one under the constraint: this needs no mask. Else None."""
+        if self._matcher is None or not self._greedy:
+            return None
+        token = int(logits.argmax())
+        allowed = self._matcher.accepting if token in self.stops else self._matcher.valid([token]) == 1
+        return token if allowed else None
 
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         options, scores = self.sampling, logits.clone()

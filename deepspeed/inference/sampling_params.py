@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from deepspeed.errors import RequestError
+from deepspeed.inference.structured_output import StructuredOutput
 
 _MOST = 3e38  # a bias must be finite in fp32
 BEAM_OPTIONS = {
@@ -51,6 +52,8 @@ class SamplingParams:
             to the power of `length_penalty`; above 0 favours long ones.
         early_stopping: when a beam search ends: True: as soon as `beams` answers are finished; False: when no better
             one is likely; "never": when no better one is possible.
+        structured: constraint on the text of the answer, which ends where the constraint has to; end tokens are masked
+            where it may not. Needs the generator's tokenizer. None: any text.
 
     Raises:
         RequestError: an option is out of range, or not available with beams; the message names it.
@@ -76,6 +79,7 @@ class SamplingParams:
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -88,6 +92,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_whole(name, 0)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured has to be a StructuredOutput, not {self.structured!r:.80}")
         if self.seed is not None:
             self._check_whole("seed", -(2**63))
         self._check_range("temperature", 0.0, math.inf)

@@ -55,37 +55,39 @@ class TokenBytes:
     Args:
         tokenizer: the tokenizer.
         skip_special_tokens: whether special tokens are omitted from the text; they have no bytes then.
+        keep: special tokens that are not omitted.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, keep: frozenset[int] = frozenset()) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         kinds = [step["type"] for step in _decoders(tokenizer)]
         self._byte_level, self._fallback = kinds == ["ByteLevel"], "ByteFallback" in kinds
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = {*getattr(tokenizer, "all_special_ids", ()), *(n for n, t in added.items() if t.special)}
+        self._keep = keep
         self._known: dict[tuple[int, bool], bytes] = {}
         self._before = self._plain_token()
 
     @staticmethod
-    def of(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
+    def of(tokenizer: Any, skip_special_tokens: bool, keep: frozenset[int] = frozenset()) -> TokenBytes | None:
         """Return the bytes of a tokenizer's tokens; None if its text is no concatenation of theirs."""
         if not _decoders(tokenizer):  # any object with `decode`
             return None
-        return TokenBytes._of_length(tokenizer, skip_special_tokens, len(tokenizer))
+        return TokenBytes._of_length(tokenizer, skip_special_tokens, keep, len(tokenizer))
 
     @staticmethod
     @functools.lru_cache(maxsize=8)
-    def _of_length(tokenizer: Any, skip_special_tokens: bool, _length: int) -> TokenBytes | None:
+    def _of_length(tokenizer: Any, skip_special_tokens: bool, keep: frozenset[int], _length: int) -> TokenBytes | None:
         """`of`, computed anew when tokens are added to the tokenizer."""
         steps = _decoders(tokenizer)
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
-            return TokenBytes(tokenizer, skip_special_tokens)
+            return TokenBytes(tokenizer, skip_special_tokens, keep)
         joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
         ends = [step for step in steps[joined + 1 :] if step["type"] != "Strip" or step["stop"]]
         if not kinds or ends or not _PER_TOKEN.issuperset(kinds[:joined]):
             return None
-        table = TokenBytes(tokenizer, skip_special_tokens)
+        table = TokenBytes(tokenizer, skip_special_tokens, keep)
         return table if table._before else None
 
     def _decode(self, tokens: list[int]) -> str:
@@ -116,8 +118,10 @@ class TokenBytes:
 
     def _compute(self, token: int, first: bool) -> bytes:
         spelled = spelling(self._tokenizer, token)
-        if spelled is None or (self._skip and token in self._special):
+        if spelled is None or (self._skip and token in self._special and token not in self._keep):
             return b""
+        if token in self._keep:
+            return spelled.encode()
         if self._byte_level:
             stored = [_byte_alphabet().get(character) for character in spelled]
             return spelled.encode() if None in stored else bytes(byte for byte in stored if byte is not None)

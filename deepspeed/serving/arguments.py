@@ -15,6 +15,8 @@ from deepspeed.inference.gguf_files import is_gguf
 from deepspeed.inference.request import POOLINGS
 from deepspeed.serving.adapters import OPTION, LoraModule, parse_modules
 from deepspeed.serving.generation_defaults import FOLDERS_OWN, NONE, check_override
+from deepspeed.serving.reasoning import REASONING_FORMATS
+from deepspeed.serving.tool_calls import TOOL_FORMATS
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
@@ -96,6 +98,8 @@ class ServeOptions:
         allowed_headers: headers that these pages may send.
         allow_credentials: whether these pages may send cookies and other credentials.
         allow_runtime_lora_updating: whether clients may load and unload adapters.
+        tool_call_parser: format of a model's calls of tools: "auto" (found by the template), or a name.
+        reasoning_parser: format of a model's reasoning: "auto" (found by the template), "none", or a name.
     """
 
     engine: EngineOptions
@@ -119,6 +123,8 @@ class ServeOptions:
     pooling: str = "mean"
     normalize: bool = True
     allow_runtime_lora_updating: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -168,6 +174,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         args.timeout, args.step_timeout, args.drain, args.grace, template, origins, methods, headers,
         args.allow_credentials, tuple(names[1:]), args.pooling, not args.no_normalize,
         args.allow_runtime_lora_updating,
+        args.tool_call_parser, args.reasoning_parser,
     )  # fmt: skip
 
 
@@ -299,6 +306,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
     add("--api-key-file", default="", help="one key per line")
     add("--chat-template", default="", help="Jinja file")
+    add("--tool-call-parser", default="auto", choices=["auto", *TOOL_FORMATS], help="format of calls (default: the "
+        "chat template's)")  # fmt: skip
+    add("--reasoning-parser", default="auto", choices=["auto", "none", *REASONING_FORMATS], help="marks of reasoning "
+        "(default: the chat template's)")  # fmt: skip
+    add("--enable-auto-tool-choice", action="store_true", help="as for vLLM; always on here")
     add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
     add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
     add("--pooling", default=POOLINGS[0], choices=POOLINGS, help="of the last hidden states to embeddings")

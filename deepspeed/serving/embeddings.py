@@ -36,8 +36,13 @@ class TokenizeRequest(BaseModel):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
     parse = classmethod(BaseRequest.parse.__func__)  # type: ignore[attr-defined]
+
+    def callable_tools(self) -> tuple[()]:
+        """Return the tools of the chat: none."""
+        return ()
 
     def check(self) -> None:
         """Raise `APIError` (400) unless there is either a prompt or messages."""

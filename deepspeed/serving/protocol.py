@@ -9,18 +9,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, RequestError
+from deepspeed.inference.structured_output import StructuredOutput
+from deepspeed.serving.constraints import ConstrainedRequest
 
 # Fields without effect on the answer: accepted and ignored.
 IGNORED_FIELDS = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-# by field: values without effect, which are accepted
+# by field: values without effect, which are accepted; fields of a class of requests are not refused there
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
     "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
-    "guided_json": (None,), "guided_regex": (None,), "dimensions": (None,),
+    "dimensions": (None,),
 }  # fmt: skip
 
 
@@ -89,7 +91,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # nothing is padded
 
 
-class BaseRequest(BaseModel):
+class BaseRequest(ConstrainedRequest):
     """Common fields of completion and chat requests; null has the same effect as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -132,7 +134,7 @@ class BaseRequest(BaseModel):
         if not isinstance(fields, dict):
             raise APIError(400, f"The body has to be a JSON object, not {type(fields).__name__}", code="invalid_json")
         for name, idle in UNSUPPORTED_FIELDS.items():
-            if name in fields and fields.pop(name) not in idle:
+            if name in fields and name not in cls.model_fields and fields.pop(name) not in idle:
                 text = f"{name} is not available: this server does not have it"
                 raise APIError(400, text, name, "unsupported_parameter")
         try:
@@ -150,6 +152,13 @@ class BaseRequest(BaseModel):
         if len(stops) > 4 or not all(stops):
             raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(stops)}", "stop", "invalid_value")
         return stops
+
+    def constraint(self) -> StructuredOutput | None:
+        """Return the constraint on the text of the answer, None if there is none; raises `APIError` (400)."""
+        try:
+            return self.structured()
+        except RequestError as error:
+            raise APIError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
 
     def check_tokens(self, size: int | None) -> None:
         """Raise `APIError` (400) if an option names a token outside of a vocabulary of `size` tokens."""
@@ -381,13 +390,88 @@ class ChatMessage(BaseModel):
         return message | {key: value for key, value in more.items() if value}
 
 
+class ToolFunction(BaseModel):
+    """Function that a model may call. `strict` changes nothing: arguments of forced calls follow the schema anyway."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """Entry of `tools`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool for chat templates."""
+        function = {"parameters": {"type": "object", "properties": {}}, **self.function.model_dump(exclude_none=True)}
+        function.pop("strict", None)
+        return {"type": "function", "function": {"name": function.pop("name"), "description": "", **function}}
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedTool(BaseModel):
+    """`tool_choice` that names the function to be called."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+# Arguments of `apply_chat_template`, which are the server's own.
+_TEMPLATE_OPTIONS = {
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "messages",
+}  # fmt: skip
+
+
 class ChatCompletionRequest(BaseRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> Any:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: names have to differ")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r:.80}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: there are no tools")
+        refused = sorted(_TEMPLATE_OPTIONS.intersection(self.chat_template_kwargs or ()))
+        if refused:
+            raise ValueError(f"chat_template_kwargs: {refused[0]} is the server's own")
+        return self
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def forced_tools(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schemas of the arguments of the tools of which one has to be called, by name; {}: of none."""
+        if self.tool_choice in (None, "auto", "none"):
+            return {}
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        tools = [tool.function for tool in self.tools or () if named in (None, tool.function.name)]
+        return {tool.name: tool.parameters or {"additionalProperties": False} for tool in tools}
 
     def wanted_tokens(self) -> int | None:
         """Return the maximum number of tokens of the answer: `max_completion_tokens`, else `max_tokens`."""

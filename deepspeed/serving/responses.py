@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import token_names
+from deepspeed.serving.chat_format import AnswerParser
 from deepspeed.serving.ipc import ScoredToken, TokenChunk
 
 DONE = "data: [DONE]\n\n"
@@ -21,6 +22,11 @@ _LOWEST = -9999.0  # log-probability of impossible tokens, since JSON has no inf
 def event(body: dict[str, Any]) -> str:
     """Encode `body` as JSON in a server-sent event."""
     return f"data: {_encoded(body)}\n\n"
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the fields of reasoning, under the names of vLLM and of its older versions; none without a text."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class ResponseChoice:
         prompt: token ids of the prompt.
         stream: detokenizer of the answer.
         lead: text before the answer's first token: the prompt, for requests with `echo`.
+        parser: parser of a chat's reasoning and calls of tools; None: the answer is its text.
         tokens: number of generated tokens so far.
         text, logprobs: parts so far; only used without streaming.
         reason: finish reason; None while the answer is generated.
@@ -61,6 +68,7 @@ class ResponseChoice:
     prompt: list[int]
     stream: TextStream
     lead: str = ""
+    parser: AnswerParser | None = None
     tokens: int = 0
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenInfo] = field(default_factory=list)
@@ -119,10 +127,9 @@ class ResponseFormatter:
         bodies = []
         for choice in choices:
             text = "".join(choice.text)
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self._chat else {"text": text}
-            logprobs = self._logprobs(choice.logprobs)
-            bodies.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason})
+            content = {"message": self._message(choice, text)} if self._chat else {"text": text}
+            logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
+            bodies.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason})
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": bodies, "usage": self._usage(choices)}
 
@@ -130,12 +137,41 @@ class ResponseFormatter:
         """Return the first chunk of a choice in a chat, with the role and no text."""
         return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def chunk(self, choice: ResponseChoice, text: str, logprobs: list[TokenInfo]) -> dict[str, Any]:
-        """Return a chunk with new text and its log-probabilities; the last chunk of a choice has the finish reason."""
+    def chunk(self, choice: ResponseChoice, text: str, logprobs: list[TokenInfo]) -> dict[str, Any] | None:
+        """Return a chunk with new text and its log-probabilities; the last chunk of a choice has the finish reason.
+
+        None if a parser holds the text back and nothing else is new.
+        """
         content: dict[str, Any] = {"text": text}
-        if self._chat:
+        if self._chat and choice.parser is None:
             content = {"delta": {"content": text} if text or choice.reason is None else {}}
-        return self._chunk(choice.index, content, self._logprobs(logprobs), choice.reason)
+        elif self._chat and choice.parser is not None:
+            delta = choice.parser.push(text, choice.reason is not None)
+            parts = {"content": delta.content, "tool_calls": delta.calls, **_reasoning(delta.reasoning)}
+            content = {"delta": {key: part for key, part in parts.items() if part}}
+            if not content["delta"] and not logprobs and choice.reason is None:
+                return None
+        return self._chunk(choice.index, content, self._logprobs(logprobs), self._reason(choice))
+
+    @staticmethod
+    def _message(choice: ResponseChoice, text: str) -> dict[str, Any]:
+        """Return the message of a finished choice: the same parts that its chunks would have."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.parser is None:
+            return message
+        delta, calls = choice.parser.push(text, final=True), []
+        for part in delta.calls:
+            if "id" in part:
+                calls.append({key: part[key] for key in ("id", "type")} | {"function": dict(part["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+        message["content"] = delta.content if delta.content or not (calls or delta.reasoning) else None
+        return message | ({"tool_calls": calls} if calls else {}) | _reasoning(delta.reasoning)
+
+    @staticmethod
+    def _reason(choice: ResponseChoice) -> str | None:
+        calls = choice.parser is not None and choice.parser.called
+        return "tool_calls" if calls and choice.reason == "stop" else choice.reason
 
     def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """Return the final chunk of a stream, with the numbers of prompt and answer tokens (`usage`)."""

@@ -15,6 +15,7 @@ from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import decode_function, spelling
 from deepspeed.serving.adapters import ServedAdapters
 from deepspeed.serving.arguments import ServeOptions
+from deepspeed.serving.chat_format import ChatFormat
 from deepspeed.serving.embeddings import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, embedding_body
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Accepted, Refused, TokenChunk
@@ -81,11 +82,15 @@ class PendingRequest:
         self.form = ResponseFormatter(name, service.tokenizer, chat, logprobs is not None, ident)
         for number, prompt in enumerate(prompts):
             sampling = request.sampling(service.room(prompt, request), service.defaults)
+            if (structured := service.chat.structured(request, prompt)) is not None:
+                sampling["structured"] = structured
             for copy in range(copies):
                 stream = TextStream(
-                    service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0
-                )
-                choice = ResponseChoice(number * copies + copy, prompt, stream, leads[number])
+                    service.tokenizer, stops, prompt, skip_special_tokens=True, min_tokens=request.min_tokens or 0,
+                    keep=service.chat.keep(request),
+                )  # fmt: skip
+                parser = service.chat.parser(request, prompt)
+                choice = ResponseChoice(number * copies + copy, prompt, stream, leads[number], parser)
                 if isinstance(request, CompletionRequest) and request.echoes_logprobs():
                     choice.prompt_infos = functools.partial(
                         prompt_infos, service.tokenizer, prompt, leads[number], logprobs or 0
@@ -233,6 +238,8 @@ class Service:
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
         self.adapters = ServedAdapters(options.engine.lora_modules, options.names, engine)
+        parsers = options.tool_call_parser, options.reasoning_parser
+        self.chat = ChatFormat(tokenizer, options.chat_template, *parsers)
         self.started = int(time.time())
         self.draining = False
         self.pending: set[PendingRequest] = set()
@@ -333,7 +340,7 @@ class Service:
         if request.model is not None:
             self.check_model(request.model)
         chat = request.messages is not None
-        text = self._chat_text(request, bool(request.add_generation_prompt)) if chat else request.prompt or ""
+        text = self.chat.text(request, bool(request.add_generation_prompt)) if chat else request.prompt or ""
         special = request.add_special_tokens
         tokens = await self._tokens(text, not chat if special is None else special, empty=True)
         names = [spelling(self.tokenizer, token) for token in tokens] if request.return_token_strs else None
@@ -350,7 +357,7 @@ class Service:
 
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
         if isinstance(request, ChatCompletionRequest):
-            text, special = self._chat_text(request), False
+            text, special = self.chat.text(request), False
             return [await self._tokens(text, special)], [""]
         prompts, leads = [], []
         for prompt in request.prompts():
@@ -360,24 +367,6 @@ class Service:
                 shown = prompt if isinstance(prompt, str) else decode_function(self.tokenizer, False)(prompt)
             leads.append(shown)
         return prompts, leads
-
-    def _chat_text(self, request: ChatCompletionRequest | TokenizeRequest, generates: bool = True) -> str:
-        template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
-        if not template:
-            text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
-            raise APIError(400, f"messages: {text}", "messages", "no_chat_template")
-        messages = [message.plain() for message in request.messages or ()]
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.options.chat_template or None,
-                tokenize=False,
-                add_generation_prompt=generates,
-            )
-        except Exception as error:  # templates may raise Jinja errors or any others
-            raise APIError(
-                400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
-            ) from None
 
     async def _tokens(self, text: str, special: bool, field: str = "prompt", empty: bool = False) -> list[int]:
         def cut() -> list[int]:
@@ -465,7 +454,8 @@ class Service:
         for index, (text, logprobs) in new.items():
             choice = call.choices[index]
             if text or logprobs or choice.reason is not None:
-                events.append(event(call.form.chunk(choice, text, logprobs)))
+                body = call.form.chunk(choice, text, logprobs)
+                events += [] if body is None else [event(body)]
         return events
 
     # -- health ---------------------------------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -119,6 +124,43 @@ def load_draft(options: EngineOptions, tokenizer: Any) -> Any:
     return model
 
 
+class _Compiling:
+    """Requests whose constraints are compiled in threads, while the engine goes on with others.
+
+    Attributes:
+        waiting: requests under way, by number.
+        news: connection that is readable when one is ready.
+    """
+
+    def __init__(self) -> None:
+        self.news, self._sender = multiprocessing.Pipe(duplex=False)
+        self.waiting: dict[int, Submit] = {}
+
+    def start(self, message: Submit, compile_: Callable[[], Any]) -> None:
+        """Compile in a thread; errors come again when the request is submitted."""
+        self.waiting[message.ident] = message
+
+        def work() -> None:
+            with contextlib.suppress(Exception):
+                if message.ident in self.waiting:
+                    compile_()
+            with contextlib.suppress(OSError):  # the engine has ended
+                self._sender.send(message.ident)
+
+        threading.Thread(target=work, name="deepspeed constraint", daemon=True).start()
+
+    def finished(self) -> list[Submit]:
+        """Return the requests that are ready, without those cancelled."""
+        idents = []
+        while self.news.poll():
+            idents.append(self.news.recv())
+        return [self.waiting.pop(ident) for ident in idents if ident in self.waiting]
+
+    def cancel(self, ident: int) -> bool:
+        """Drop a request that is not ready; returns False if there is none of this number."""
+        return self.waiting.pop(ident, None) is not None
+
+
 class _Engine:
     def __init__(self, options: EngineOptions, pipe: Connection) -> None:
         from deepspeed.foundation.transformers_model import vocabulary_size
@@ -132,6 +174,7 @@ class _Engine:
         if getattr(model, "generation_config", None) is not None:
             setattr(model.generation_config, ENDS, list(self.defaults.ends))
         self.pipe, self.steps, self.ending = pipe, 0, False
+        self.compiling = _Compiling()
         self.generator = Generator(
             model,
             tokenizer=tokenizer,
@@ -162,7 +205,7 @@ class _Engine:
                 outputs = self.generator.step()
                 self.steps += 1
                 self._report(outputs, idle=False)
-            elif self.ending:
+            elif self.ending and not self.compiling.waiting:
                 self.generator.close()
                 return
             else:
@@ -170,14 +213,24 @@ class _Engine:
 
     def _take(self) -> None:
         """Read all available messages; without work, wait for one until the next heartbeat."""
-        wait = BEAT if self.generator.idle and not self.ending else 0
-        while self.pipe.poll(wait):
-            message = self.pipe.recv()
+        wait = BEAT if self.generator.idle and (self.compiling.waiting or not self.ending) else 0
+        while ready := connection.wait([self.pipe, self.compiling.news], wait):
             wait = 0
+            if self.compiling.news in ready:
+                for compiled in self.compiling.finished():
+                    self._submit(compiled)
+            if self.pipe not in ready:
+                continue
+            message = self.pipe.recv()
             if isinstance(message, Submit):
-                self._submit(message)
+                structured = message.sampling.get("structured")
+                if structured is None or self.generator.constraints.remembers(structured):
+                    self._submit(message)
+                else:
+                    self.compiling.start(message, functools.partial(self.generator.constraints.compile, structured))
             elif isinstance(message, Cancel):
-                self.generator.cancel(message.ident)
+                if not self.compiling.cancel(message.ident):
+                    self.generator.cancel(message.ident)
             elif isinstance(message, LoadAdapter | UnloadAdapter):
                 self._change_adapters(message)
             elif isinstance(message, Stop):

@@ -216,7 +216,7 @@ def test_a_client_that_leaves_is_counted_once(server: Server) -> None:
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("suffix", "end"),
         ("best_of", 3),
         ("no_such_field", 1),

@@ -1,0 +1,445 @@
+"""Calls of tools in the text of an answer: formats of the common chat templates, and their parsers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.inference.structured_output import WHITESPACE
+from deepspeed.serving.reasoning import partial_length
+
+MOST_CALLS = 16  # calls of an answer that has to call: without a limit, it might never end
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Text of calls: `head`, then calls with `separator` between them, then `tail`.
+
+    A call is `begin`, the name, `middle`, the arguments as a JSON object, `end`.
+
+    Attributes:
+        marks: texts that begin calls anywhere in an answer; if empty, calls are the whole answer.
+        specials: marks that may be special tokens of the model.
+        read: parser of text from the first call on: (text, whether it is complete) to calls as (name, arguments) and
+            the length of their text; None: more text is needed; no calls: there are none.
+    """
+
+    marks: tuple[str, ...]
+    read: Callable[[str, bool], tuple[list[tuple[str, Any]], int] | None]
+    begin: str
+    middle: str
+    end: str
+    separator: str
+    head: str = ""
+    tail: str = ""
+    specials: tuple[str, ...] = ()
+
+
+def _loads(text: str, start: int = 0) -> tuple[Any, int]:
+    """Parse one JSON value from `start` on; returns it and its end, or raises ValueError."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.JSONDecoder(parse_constant=refuse).raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
+def _call(value: Any) -> tuple[str, Any] | None:
+    """Return (name, arguments) of a call as a JSON object; None if it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments, end = _loads(arguments)
+        except ValueError:
+            return None
+    return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _skip(text: str, start: int) -> int:
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+def _read_hermes(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+    opening, closing = "<tool_call>", "</tool_call>"
+    try:
+        value, end = _loads(text, _skip(text, len(opening)))
+    except ValueError:
+        # A closing mark within a string is a part of the arguments; outside of one, the call is malformed.
+        places = [place for place in range(len(text)) if text.startswith(closing, place)]
+        ended = any(not _in_string(text[len(opening) : place]) for place in places)
+        return ([], 0) if final or ended else None
+    call, end = _call(value), _skip(text, end)
+    if call is None:
+        return [], 0
+    rest = text[end:]
+    if rest.startswith(closing):
+        return [call], end + len(closing)
+    if not closing.startswith(rest):
+        return [], 0
+    return ([call], len(text)) if final else None  # many models end without the closing mark
+
+
+def _in_string(text: str) -> bool:
+    inside = escaped = False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = inside
+        elif character == '"':
+            inside = not inside
+    return inside
+
+
+def _read_llama(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+    mark = "<|python_tag|>"
+    start = _skip(text, len(mark) if text.startswith(mark) else 0)
+    calls: list[tuple[str, Any]] = []
+    while start < len(text):
+        try:
+            value, end = _loads(text, start)
+        except ValueError:
+            return ([], 0) if final else None
+        call = _call(value)
+        if call is None:
+            return [], 0
+        calls.append(call)
+        start = _skip(text, end)
+        if start < len(text) and text[start] == ";":
+            start = _skip(text, start + 1)
+    return (calls, len(text)) if final else None
+
+
+def _read_mistral(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+    mark, arguments_mark = "[TOOL_CALLS]", "[ARGS]"
+    start = _skip(text, len(mark))
+    try:
+        if text[start : start + 1] in ("[", "{"):
+            value, end = _loads(text, start)
+            calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
+            return ([], 0) if None in calls else ([call for call in calls if call is not None], end)
+        brace = text.find("{", start)
+        if brace < 0:
+            return ([], 0) if final else None
+        name = text[start:brace].partition(arguments_mark)[0].strip()
+        value, end = _loads(text, brace)
+        return ([(name, value)], end)
+    except ValueError:
+        return ([], 0) if final else None
+
+
+def _read_pythonic(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+    if not final:
+        return None
+    # JSON's literals are names in Python
+    names = {"true": True, "false": False, "null": None}
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and node.id in names:
+            return names[node.id]
+        if isinstance(node, ast.List | ast.Tuple):
+            return [value(entry) for entry in node.elts]
+        if isinstance(node, ast.Dict):
+            return {
+                str(ast.literal_eval(key)): value(entry)
+                for key, entry in zip(node.keys, node.values, strict=True)
+                if key
+            }
+        return ast.literal_eval(node)
+
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+        nodes = body.elts if isinstance(body, ast.List) else []
+        calls = []
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
+                return [], 0
+            calls.append((ast.unparse(node.func), {str(word.arg): value(word.value) for word in node.keywords}))
+        return calls, len(text) if calls else 0
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return [], 0
+
+
+_JSON_CALL = {"begin": '{"name": "', "end": "}"}
+# by names of --tool-call-parser, which are vLLM's
+TOOL_FORMATS = {
+    "hermes": ToolFormat(
+        ("<tool_call>",), _read_hermes, '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n",
+        specials=("<tool_call>", "</tool_call>"),
+    ),
+    "llama3_json": ToolFormat(
+        (), _read_llama, middle='", "parameters": ', separator="; ", specials=("<|python_tag|>",), **_JSON_CALL
+    ),
+    "mistral": ToolFormat(
+        ("[TOOL_CALLS]",), _read_mistral, middle='", "arguments": ', separator=", ", head="[TOOL_CALLS][", tail="]",
+        specials=("[TOOL_CALLS]", "[ARGS]"), **_JSON_CALL,
+    ),
+    "mistral_args": ToolFormat(
+        ("[TOOL_CALLS]",), _read_mistral, "[TOOL_CALLS]", "[ARGS]", "", "", specials=("[TOOL_CALLS]", "[ARGS]")
+    ),
+    "pythonic": ToolFormat((), _read_pythonic, "", "(", ")", ", ", head="[", tail="]"),
+}  # fmt: skip
+_BEGINNINGS = {"llama3_json": ("{", "<|python_tag|>"), "pythonic": ("[",)}  # of answers that are calls as a whole
+
+
+def tool_format(template: str) -> str:
+    """Return the name of the format that a chat template states; "" if it is none of `TOOL_FORMATS`."""
+    if "<function=" in template:  # XML in the marks of Hermes
+        return ""
+    for mark, name in (("[ARGS]", "mistral_args"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"),
+                       ("func_name1(", "pythonic"), ("<|python_tag|>", "llama3_json"),
+                       ('"parameters": ', "llama3_json")):  # fmt: skip
+        if mark in template:
+            return name
+    return ""
+
+
+@dataclass
+class Delta:
+    """New parts of an answer.
+
+    Attributes:
+        content, reasoning: new text of each.
+        calls: parts of calls in OpenAI's form of deltas.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Calls:
+    """Numbers the calls of an answer and writes them as deltas."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begin(self, name: str) -> dict[str, Any]:
+        self.count += 1
+        call = {"name": name, "arguments": ""}
+        return {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
+
+    def arguments(self, text: str) -> dict[str, Any]:
+        return {"index": self.count - 1, "function": {"arguments": text}}
+
+
+def _dumped(arguments: Any) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        text = json.dumps(arguments)
+    return text
+
+
+class ToolCallParser:
+    """Parser of an answer that may call tools; its text may arrive in any parts.
+
+    A call is written once it is complete. Text that looks like a call but has no JSON arguments or an unknown name
+    stays content. Spaces around calls are left out at the beginning and at the end of the content.
+
+    Args:
+        name: name of the format.
+        tools: names of the tools.
+        most: maximum number of calls, later ones are left out; None: any number.
+    """
+
+    def __init__(self, name: str, tools: Collection[str], most: int | None = None) -> None:
+        self._form, self._tools, self._most = TOOL_FORMATS[name], tools, most
+        self._beginnings = _BEGINNINGS.get(name, ())
+        self._calls = _Calls()
+        self._held = self._spaces = ""
+        self._plain = False  # whether an answer that might have been calls as a whole is none
+        self._written = self._after_call = (
+            False  # whether there is content, and whether a call is the last before spaces
+        )
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a call so far."""
+        return self._calls.count > 0
+
+    def push(self, text: str, final: bool = False) -> Delta:
+        """Return what the new `text` adds; a possible part of a call is held back unless `final`."""
+        self._held += text
+        delta = Delta()
+        while self._held:
+            length = self._before_call(final)
+            if length:
+                self._write(delta, length)
+            elif not self._held or not self._take_call(delta, final):
+                break
+        if final and not self._after_call:
+            delta.content += self._spaces
+        return delta
+
+    def _before_call(self, final: bool) -> int:
+        """Return the length of content before what may be a call."""
+        text = self._held
+        if self._form.marks:
+            places = [place for place in (text.find(mark) for mark in self._form.marks) if place >= 0]
+            if places:
+                return min(places)
+            return len(text) - (0 if final else max(partial_length(text, mark) for mark in self._form.marks))
+        begun = text.lstrip()
+        starts = any(begun.startswith(mark) for mark in self._beginnings)
+        waits = not final and (not begun or any(mark.startswith(begun) for mark in self._beginnings))
+        if not self._plain and (starts or waits):
+            return len(text) - len(begun)
+        self._plain = True
+        return len(text)
+
+    def _take_call(self, delta: Delta, final: bool) -> bool:
+        """Read the calls at the beginning of the held text, or make it content; returns False if it has to wait."""
+        if not any(self._held.startswith(mark) for mark in self._form.marks or self._beginnings):
+            return False  # a part of a mark
+        read = self._form.read(self._held, final)
+        if read is None:
+            return False
+        calls, length = read
+        if not calls or any(name not in self._tools for name, _ in calls):
+            self._plain = True
+            marks = [len(mark) for mark in self._form.marks if self._held.startswith(mark)]
+            self._write(delta, max(marks, default=len(self._held)))
+            return True
+        for name, arguments in calls:
+            if self._most is None or self._calls.count < self._most:
+                delta.calls += [self._calls.begin(name), self._calls.arguments(_dumped(arguments))]
+        self._held, self._after_call = self._held[length:], True
+        return True
+
+    def _write(self, delta: Delta, length: int) -> None:
+        """Move the first characters of the held text to the content, except for spaces around calls."""
+        text, self._held = self._spaces + self._held[:length], self._held[length:]
+        text = text.lstrip() if self.called and not self._written else text
+        content = text.rstrip()
+        self._spaces = text[len(content) :]
+        if content:
+            self._written, self._after_call = True, False
+        delta.content += content
+
+
+class ForcedCallParser:
+    """Parser of an answer that is calls by its constraint (`forced_calls`); arguments are written as they arrive.
+
+    Args:
+        name: name of the format.
+        tools: names of the tools.
+    """
+
+    def __init__(self, name: str, tools: Collection[str]) -> None:
+        self._form, self._calls = TOOL_FORMATS[name], _Calls()
+        self._openings = {tool: f"{self._form.begin}{tool}{self._form.middle}" for tool in tools}
+        self._held = ""
+        self._depth = 0
+        self._quoted = self._escaped = self._inside = False
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a call so far."""
+        return self._calls.count > 0
+
+    def push(self, text: str, final: bool = False) -> Delta:
+        """Return what the new `text` adds; a call begins when its name is complete."""
+        self._held += text
+        delta = Delta()
+        while self._held:
+            if not self._inside and not self._begin(delta):
+                break
+            length = self._scan()
+            if length:
+                delta.calls.append(self._calls.arguments(self._held[:length]))
+            self._held = self._held[length:]
+        if final and self._held and not self.called:
+            delta.content += self._held  # ended before the name
+        return delta
+
+    def _begin(self, delta: Delta) -> bool:
+        """Look for the next call; returns whether it has begun."""
+        places = [(self._held.find(opening), tool) for tool, opening in self._openings.items()]
+        place, tool = min(((place, tool) for place, tool in places if place >= 0), default=(-1, ""))
+        if place < 0:
+            return False
+        self._held, self._inside = self._held[place + len(self._openings[tool]) :], True
+        delta.calls.append(self._calls.begin(tool))
+        return True
+
+    def _scan(self) -> int:
+        """Return the number of characters of the held text that belong to the arguments."""
+        for place, character in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._inside = False
+                    return place + 1
+        return len(self._held)
+
+
+def forced_calls(name: str, tools: dict[str, dict[str, Any]], several: bool, literal: Callable[[str], str]) -> str:
+    """Return the grammar, in Lark, of an answer that calls one or `several` of the tools.
+
+    Args:
+        name: name of the format.
+        tools: JSON schema of the arguments, by name.
+        several: whether up to `MOST_CALLS` calls are allowed.
+        literal: function that writes a text in Lark, with its special tokens.
+    """
+    form = TOOL_FORMATS[name]
+    lines = []
+    for number, (tool, schema) in enumerate(tools.items()):
+        begin, end = literal(f"{form.begin}{tool}{form.middle}"), literal(form.end)
+        lines.append(f"call_{number}: {begin} arguments_{number} {end}")
+        schema = {"type": "object", **schema}
+        if name == "pythonic":
+            lines += _keywords(number, schema)
+        else:
+            lines.append(f"arguments_{number}: {_json(schema)}")
+    more = f"(({literal(form.separator)} call){{0,{MOST_CALLS - 1}}})" if several else ""
+    if several and not form.separator:
+        more = f"(call{{0,{MOST_CALLS - 1}}})"
+    calls = " | ".join(f"call_{number}" for number in range(len(tools)))
+    return "\n".join([f"start: {literal(form.head)} call {more} {literal(form.tail)}", f"call: {calls}", *lines])
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(schema)}"
+
+
+def _keywords(number: int, schema: dict[str, Any]) -> list[str]:
+    """Return rules for arguments in Python's form: required ones in order, then any of the others."""
+    properties = schema.get("properties") or {}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    lines, names = [], {key: f"value_{number}_{place}" for place, key in enumerate(properties)}
+    for key, rule in names.items():
+        part = properties[key]
+        lines.append(f"{rule}: {json.dumps(key + '=')} {rule}_json")
+        lines.append(f"{rule}_json: {_json({**part, **shared} if isinstance(part, dict) else part)}")
+    required = [names[key] for key in properties if key in (schema.get("required") or ())]
+    optional = [rule for key, rule in names.items() if rule not in required]
+    if required:
+        texts = [' ", " '.join(required) + "".join(f' (", " {rule})?' for rule in optional)]
+    else:
+        texts = [rule + "".join(f' (", " {later})?' for later in optional[place + 1 :])
+                 for place, rule in enumerate(optional)] + ['""']  # fmt: skip
+    return [f"arguments_{number}: {' | '.join(texts)}", *lines]
