@@ -130,9 +130,9 @@ class RaggedBatch:
             if rows is None:
                 self.hidden = states[0]
                 return
-            if self.hidden is None:
-                self.hidden = states.new_zeros(len(self.tokens), states.shape[-1])
-            self.hidden[rows] = states
+            hidden = states.new_zeros(len(self.tokens), states.shape[-1]) if self.hidden is None else self.hidden
+            hidden[rows] = states
+            self.hidden = hidden
 
         handle = model.base_model.register_forward_hook(record)
         try:
