@@ -36,20 +36,16 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.prompt_rows import PooledStates, PromptScore, own_rows, pool_alone, score_alone, why_no_states
-from deepspeed.inference.request import Logprob, Output, Request, length_limit, packed_limit
-from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.live_sequence import LiveSequence
+from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
+from deepspeed.inference.request import Output, Request, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
-from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
-from deepspeed.inference.structured_output import ConstraintCompiler, Matcher
+from deepspeed.inference.scheduler import Scheduler, SequenceGroup
+from deepspeed.inference.structured_output import ConstraintCompiler
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
-_NO_NUMBERS = (
-    "after {} new tokens the model's logits are not finite, so no token can be chosen: its weights hold NaN, or this "
-    "text overflows its dtype; try bf16 or fp32"
-)
 CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
 DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
 
@@ -82,119 +78,6 @@ class EngineStats:
 
 
 Load = EngineStats  # former name, still importable
-
-
-class _LiveSequence(TokenSequence):
-    """State of an unfinished request: tokens, sampler, text stream, new output; `ends`: the model's end tokens."""
-
-    def __init__(
-        self,
-        request: Request,
-        tokens: list[int],
-        arrival: int,
-        ends: frozenset[int],
-        stream: TextStream | None,
-        matcher: Matcher | None,
-    ) -> None:
-        super().__init__(request.ident, tokens, arrival)
-        self.sampling, self.stream = request.sampling, stream
-        self.sampler = Sampler(request.sampling, self.tokens, ends, matcher)
-        self.proposer: Proposer | None = None
-        self.beams: BeamGroup | None = None
-        self.thread: Thread | None = None
-        self.priority, self.hidden = request.priority, request.pooling is not None
-        wanted = None if self.hidden else request.sampling.prompt_logprobs
-        self.own_rows = own_rows(tokens, wanted is not None, request.pooling)
-        self.score = None if wanted is None else PromptScore(tokens, wanted)
-        self.pooled = None if request.pooling is None else PooledStates(request.pooling)
-        self.embedding: list[float] | None = None
-        self.new: list[int] = []
-        self.logprobs: list[Logprob] = []
-        self.reason: str | None = None
-        self.matched: int | str | None = None
-        self.failure: Exception | None = None
-
-    def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
-        """Record and return `token`, or one sampled from `logits` [vocabulary]; set `reason` if the request ends."""
-        if token is None:
-            token, logprob = self.sampler.next(logits)  # type: ignore[arg-type]
-            if logprob is not None:
-                self.logprobs.append(logprob)
-        else:
-            self.sampler.note(token)
-        self.new.append(token)
-        if self.stream is not None:
-            self.stream.push([token])
-        if token in self.sampler.stops and self.sampler.count > self.sampling.min_new_tokens:
-            self.reason, self.matched = "stop", token
-        elif self.stream is not None and self.stream.matched is not None:
-            self.reason, self.matched = "stop", self.stream.matched
-        elif self.sampler.complete:
-            self.reason = "stop"
-        elif self.sampler.count >= self.sampling.max_new_tokens:
-            self.reason = "length"
-        return token
-
-    @staticmethod
-    def take_in_thread(reference: weakref.ref[_LiveSequence], row: torch.Tensor) -> int | None:
-        """Call `take` in the thread of `generate`; return the token, or None if the request ends.
-
-        Args:
-            reference: the sequence, by a weak reference: a strong one would keep request and thread alive.
-            row: logits [vocabulary].
-        """
-        sequence = reference()
-        if sequence is None:
-            return None
-        if not row.amax().isfinite():
-            sequence.reason = "error"
-            return None
-        token = sequence.take(row)
-        return None if sequence.reason is not None else token
-
-    def fail(self, error: Exception) -> None:
-        """End this request with an error; other requests continue."""
-        self.reason, self.failure = "error", error
-
-    def read(self, logits: torch.Tensor, chosen: list[int]) -> None:
-        """Take logits [rows, vocabulary] of rows of the prompt, and their argmax (negative: not finite)."""
-        if min(chosen) < 0:
-            self.reason = "error"
-            return
-        try:
-            self.score.add(logits)  # type: ignore[union-attr]
-        except Exception as error:  # such as a token of the prompt that the head lacks
-            self.fail(error)
-
-    def pool(self) -> None:
-        """End a request for an embedding."""
-        self.embedding = self.pooled.embedding()  # type: ignore[union-attr]
-        self.reason = "error" if self.embedding is None else "stop"
-
-    def output(self) -> Output:
-        """Return the tokens since the last output, as an `Output`."""
-        logprobs = self.logprobs if self.sampling.logprobs is not None and not self.hidden else None
-        error = None
-        if self.failure is not None:
-            error = f"{type(self.failure).__name__}: {self.failure}"
-        elif self.reason == "error":
-            error = _NO_NUMBERS.format(self.sampler.count)
-        new, self.new, self.logprobs = self.new, [], []
-        answers = None
-        if self.beams is not None and self.reason in ("stop", "length"):
-            answers = self.beams.search.results()
-        scored = self.score.entries if self.score is not None and self.score.complete else None
-        self.score = None if scored is not None else self.score
-        return Output(
-            self.ident, new, logprobs, self.reason, self.matched, error, answers, scored, self.cached or 0,
-            self.embedding,
-        )  # fmt: skip
-
-    def take_beams(self) -> None:
-        """Record the best answer of a finished beam search, and set `reason`."""
-        best = self.beams.search.results()[0]  # type: ignore[union-attr]
-        self.new, self.logprobs = list(best.tokens), list(best.logprobs or ())
-        self.reason, self.matched = best.finish_reason, best.matched
 
 
 class Generator:
@@ -270,8 +153,8 @@ class Generator:
         self._drafts = self._accepted_drafts = 0
         self._groups: WeakValueDictionary[Hashable, SequenceGroup] = WeakValueDictionary()
         self._draft_groups: WeakKeyDictionary[SequenceGroup, SequenceGroup] = WeakKeyDictionary()
-        self._live: dict[Hashable, _LiveSequence] = {}
-        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # requests that run `generate`
+        self._live: dict[Hashable, LiveSequence] = {}
+        self._fallback_requests: dict[Hashable, LiveSequence] = {}  # requests that run `generate`
         # Their threads wait and hold the model; a finalizer ends them with the generator.
         weakref.finalize(self, self._end_threads, self._fallback_requests).atexit = False
         self._ready: list[Output] = []
@@ -317,7 +200,7 @@ class Generator:
         return frozenset()
 
     @staticmethod
-    def _end_threads(fallback_requests: dict[Hashable, _LiveSequence]) -> None:
+    def _end_threads(fallback_requests: dict[Hashable, LiveSequence]) -> None:
         for sequence in fallback_requests.values():
             if sequence.thread is not None:
                 sequence.thread.let_go()
@@ -360,7 +243,7 @@ class Generator:
             stream = None
             if sampling.stop and not request.pooling:
                 stream = TextStream(self.tokenizer, sampling.stop, tokens, min_tokens=sampling.min_new_tokens)
-            sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream, matcher)
+            sequence = LiveSequence(request, tokens, self._arrivals, self._ends, stream, matcher)
             if (adapter := self._adapters.get(request.adapter)) is not None:
                 sequence.adapter, sequence.root = adapter, adapter.root
             self._join_group(sequence, request.group)
@@ -372,14 +255,14 @@ class Generator:
                         f"{type(self.model).__name__}: over {self._packed_limit} tokens a request changes how all "
                         f"positions are rotated, so such requests are not batched but go through its own generate"
                     )
-                choose = functools.partial(_LiveSequence.take_in_thread, weakref.ref(sequence))
+                choose = functools.partial(LiveSequence.take_in_thread, weakref.ref(sequence))
                 sequence.thread = Thread(self.model, sequence.tokens, sampling.max_new_tokens, choose)
                 self._fallback_requests[request.ident] = sequence
             else:
                 sequence.proposer = None if request.pooling else self._proposer(sequence)
                 self._scheduler.add(sequence)
 
-    def _join_group(self, sequence: _LiveSequence, name: Hashable | None) -> None:
+    def _join_group(self, sequence: LiveSequence, name: Hashable | None) -> None:
         """Set the group of a new sequence; RequestError if its other requests have another prompt or adapter."""
         if sequence.sampling.beams > 1:
             stops = frozenset(sequence.sampler.stops)
@@ -395,7 +278,7 @@ class Generator:
                     raise RequestError(f"the requests of the group {name!r} have to have the same prompt and adapter")
             sequence.group = group
 
-    def _proposer(self, sequence: _LiveSequence) -> Proposer | None:
+    def _proposer(self, sequence: LiveSequence) -> Proposer | None:
         if not self._speculation or sequence.beams is not None:
             return None
         if self._draft is None:
@@ -424,7 +307,7 @@ class Generator:
                 raise
             return outputs
 
-    def _alone(self) -> list[_LiveSequence]:
+    def _alone(self) -> list[LiveSequence]:
         """Return the requests on `generate` that run in this step, the first ones by rank."""
         most, live = self._scheduler.max_sequences, self._fallback_requests.values()
         return sorted(live, key=lambda sequence: sequence.rank)[:most] if live else []
@@ -686,7 +569,7 @@ class Generator:
         return outputs
 
     @staticmethod
-    def _take(sequence: _LiveSequence, drafts: Sequence[int], logits: torch.Tensor, chosen: list[int]) -> list[int]:
+    def _take(sequence: LiveSequence, drafts: Sequence[int], logits: torch.Tensor, chosen: list[int]) -> list[int]:
         """Return the next tokens of a sequence: one, and one more after each correct draft."""
         accepted: list[int] = []
         for place, token in enumerate(chosen):
@@ -704,10 +587,10 @@ class Generator:
         return accepted
 
     @staticmethod
-    def _output_of(sequence: _LiveSequence, accepted: list[int]) -> list[Output]:
+    def _output_of(sequence: LiveSequence, accepted: list[int]) -> list[Output]:
         return [sequence.output()] if accepted or sequence.reason is not None else []
 
-    def _begin_others(self, source: _LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+    def _begin_others(self, source: LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Begin the waiting sequences of a group on the pages of `source`, whose prompt is computed.
 
         Args:
@@ -717,7 +600,7 @@ class Generator:
         """
         outputs: list[Output] = []
         for other in [each for each in source.group.members if each in self._scheduler.waiting]:  # type: ignore[union-attr]
-            if not isinstance(other, _LiveSequence) or other.sampler.count or other.own_rows:
+            if not isinstance(other, LiveSequence) or other.sampler.count or other.own_rows:
                 continue  # it was preempted and needs another row, or it computes its rows itself
             if self._scheduler.fork(source, other, source.group.common):  # type: ignore[union-attr]
                 accepted = self._take(other, (), logits, chosen)
@@ -745,7 +628,7 @@ class Generator:
         self._forget(lead)
         return [lead.output()]
 
-    def _generate_step(self, sequence: _LiveSequence) -> Output:
+    def _generate_step(self, sequence: LiveSequence) -> Output:
         """Generate one token of a request that runs the model's own `generate`, and return its output."""
         try:
             if sequence.pooled is not None:
@@ -766,7 +649,7 @@ class Generator:
             self._forget(sequence)
         return sequence.output()
 
-    def _forget(self, sequence: _LiveSequence) -> None:
+    def _forget(self, sequence: LiveSequence) -> None:
         del self._live[sequence.ident]
         if sequence.proposer is not None:
             sequence.proposer.close()

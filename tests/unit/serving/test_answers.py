@@ -16,7 +16,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed.inference import generator as of_generator
+from deepspeed.inference import live_sequence
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.generator import Generator
 from deepspeed.serving import responses
@@ -198,8 +198,8 @@ STAGES: dict[str, tuple[Any, str]] = {
     "bytes": (TextStream, "piece"),
     "end of the text": (TextStream, "finish"),
     "JSON": (of_service, "event"),
-    "token in the engine": (of_generator._LiveSequence, "take"),
-    "output of the engine": (of_generator.Sampler, "next"),
+    "token in the engine": (live_sequence.LiveSequence, "take"),
+    "output of the engine": (live_sequence.Sampler, "next"),
     "submission": (Generator, "submit"),
     "template": (Service, "_chat_text"),
     "tokenizer": (Service, "_tokens"),
