@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -141,6 +141,7 @@ class Request:
     ident: Hashable
     tokens: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    _: KW_ONLY
     group: Hashable | None = None
     adapter: str | None = None
     priority: int = 0

@@ -234,7 +234,7 @@ class ConstraintCompiler:
             if table is None:
                 reason = "there is no tokenizer" if tokenizer is None else "the text of a token depends on others"
                 raise RequestError(f"{field}: not available with this tokenizer: {reason}")
-            size: int = self._size if self._size is not None else len(self._tokenizer)
+            size = len(tokenizer or ()) if self._size is None else self._size
             vocabulary = _Vocabulary(tokenizer, table, size)
             self._table = table
             # Some tokenizers drop the space of the first token of a text; such tokens are left out there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from deepspeed.serving.generation_defaults import GenerationDefaults
@@ -18,6 +18,7 @@ class Submit:
     ident: int
     tokens: list[int]
     sampling: dict[str, Any]
+    _: KW_ONLY
     group: int | None = None
     adapter: str | None = None
     priority: int = 0

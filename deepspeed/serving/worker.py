@@ -242,10 +242,8 @@ class _Engine:
 
         try:
             sampling = SamplingParams(**message.sampling)
-            request = Request(
-                message.ident, message.tokens, sampling, message.group, message.adapter, message.priority,
-                message.pooling,
-            )  # fmt: skip
+            how = {name: getattr(message, name) for name in ("group", "adapter", "priority", "pooling")}
+            request = Request(message.ident, message.tokens, sampling, **how)
             self.generator.submit(request)
         except LengthError as error:
             self.pipe.send(Refused(message.ident, str(error), "context_length_exceeded"))

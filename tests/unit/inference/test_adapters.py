@@ -120,10 +120,10 @@ def mixed(generator: Generator, models: dict[str | None, Any], close: float = CL
     One request of each adapter is cancelled while they run.
     """
     for name in models:
-        generator.submit(Request((name, "gone"), PROMPTS[1], greedy(), name))
+        generator.submit(Request((name, "gone"), PROMPTS[1], greedy(), adapter=name))
     for number, prompt in ((1, PROMPTS[1]), (0, PROMPTS[0]), (2, PROMPTS[2])):  # short ones first: they outgrow a cache
         for name in models:
-            generator.submit(Request((name, number), prompt, greedy(), name))
+            generator.submit(Request((name, number), prompt, greedy(), adapter=name))
     outputs = [output for _ in range(3) for output in generator.step()]
     assert all(generator.cancel((name, "gone")) for name in models)
     found = finish(generator, outputs)
@@ -184,11 +184,11 @@ def test_bits_do_not_depend_on_neighbours_over_packed_weights(form: str, tmp_pat
     assert isinstance(generator._executor, FusedExecutor)
     alone = {}
     for name in (None, *"abc"):
-        generator.submit(Request(name, PROMPTS[2], greedy(6), name))
+        generator.submit(Request(name, PROMPTS[2], greedy(6), adapter=name))
         alone |= finish(generator)
     for name in (None, *"abc"):
-        generator.submit(Request(name, PROMPTS[2], greedy(6), name))
-        generator.submit(Request((name, "other"), PROMPTS[0], greedy(3), name))
+        generator.submit(Request(name, PROMPTS[2], greedy(6), adapter=name))
+        generator.submit(Request((name, "other"), PROMPTS[0], greedy(3), adapter=name))
     together = finish(generator)
     assert {name: together[name] for name in alone} == alone
     assert len({tuple(tokens) for tokens, _ in alone.values()}) > 1
@@ -203,19 +203,19 @@ def test_pages_are_of_one_adapter(tmp_path: Path) -> None:
     prompt = PROMPTS[2]
     reused = {}
     for name in ("a", "b", None, "a"):
-        generator.submit(Request(name, prompt, greedy(4), name))
+        generator.submit(Request(name, prompt, greedy(4), adapter=name))
         outputs = generator.step()
         reused[name] = next(iter(generator._live.values())).reused
         check({None: base, **models}[name], prompt, *finish(generator, outputs)[name])
     assert reused == {"a": 39, "b": 0, None: 0}
-    generator.submit(Request("late", prompt, greedy(8), "a"))
+    generator.submit(Request("late", prompt, greedy(8), adapter="a"))
     outputs = generator.step()
     generator.remove_adapter("a")
     with pytest.raises(RequestError, match="there is no adapter 'a'"):
-        generator.submit(Request("later", prompt, greedy(4), "a"))
+        generator.submit(Request("later", prompt, greedy(4), adapter="a"))
     adapted(base, tmp_path / "c", 7, r=3, target_modules=["v_proj"])
     other = generator.add_adapter("a", tmp_path / "c")
-    generator.submit(Request("other", prompt, greedy(4), "a"))
+    generator.submit(Request("other", prompt, greedy(4), adapter="a"))
     outputs += generator.step()
     assert generator._live["other"].reused == 0 and generator._live["other"].adapter is other
     check(models["a"], prompt, *finish(generator, outputs)["late"])  # goes on with the adapter that it began with

@@ -104,8 +104,8 @@ def colliding_hash() -> Iterator[None]:
     def number(tokens):
         return (sum(tokens) % 3,)
 
-    def match(self, tokens):
-        nodes, node, at = [], self.root, 0
+    def match(self, tokens, root=None):
+        nodes, node, at = [], root or self.root, 0
         while at + self.size < len(tokens) and number(tokens[at : at + self.size]) in node.children:
             node = node.children[number(tokens[at : at + self.size])]
             nodes.append(node)

@@ -21,6 +21,7 @@ from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.generator import Generator
 from deepspeed.serving import responses
 from deepspeed.serving import service as of_service
+from deepspeed.serving.chat_format import ChatFormat
 from deepspeed.serving.responses import ResponseChoice, ResponseFormatter
 from deepspeed.serving.service import Service
 from tests.harness.pool import PATIENCE
@@ -201,7 +202,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "token in the engine": (live_sequence.LiveSequence, "take"),
     "output of the engine": (live_sequence.Sampler, "next"),
     "submission": (Generator, "submit"),
-    "template": (Service, "_chat_text"),
+    "template": (ChatFormat, "text"),
     "tokenizer": (Service, "_tokens"),
     "options": (Service, "room"),
 }
