@@ -21,6 +21,7 @@ from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequenc
 LONGEST, SHORTEST = 3, 2  # lengths of the matched n-grams
 TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that pays for their verification
 MOST_NEEDED = 0.9  # largest acceptance rate that is needed, however expensive the draft model is
+ROWS = 64  # of a pass of the draft model
 REST = 64  # turns without drafts after a negative decision
 
 
@@ -149,13 +150,14 @@ class DraftProposer(Proposer):
 class DraftModel:
     """Draft model with a paged KV cache of its own, whose greedy tokens are the drafts of several sequences at once.
 
-    A sequence without pages or rows, such as one with a long prompt, gets no drafts in a pass; nothing waits for it.
+    A sequence without pages, or whose prompt is not read to the end yet, gets no drafts in a pass. Prompts are read
+    `ROWS` tokens at a time, since other sequences wait for the pass.
 
     Args:
         model: a causal LM whose vocabulary has the size of that of `target`.
         target: the model that verifies the drafts.
         pool: pool of the target's cache; this one has as many pages of the same size.
-        max_tokens: maximum number of tokens in a pass.
+        max_tokens: maximum number of tokens in a pass; `ROWS` if it is more.
         max_sequences: maximum number of sequences.
         lossless_weights: as in `Generator`.
 
@@ -183,7 +185,7 @@ class DraftModel:
         self.pays = min(PAYS + _bytes_of(model) / max(_bytes_of(target), 1), MOST_NEEDED)
         self._executor.store = self._executor.store.resized(pool.count, pool.size)
         self.pages = BlockPool(pool.count, pool.size, pool.reuse)
-        self.scheduler = Scheduler(self.pages, self._copy, max_tokens, max_sequences)
+        self.scheduler = Scheduler(self.pages, self._copy, min(max_tokens, ROWS), max_sequences)
 
     def proposer(self, sequence: TokenSequence, most: int, group: SequenceGroup | None) -> DraftProposer:
         """Return the proposer of a target's sequence, with at most `most` draft tokens at a time.

@@ -219,7 +219,9 @@ class Generator:
         """
         tokens, sampling = list(request.tokens), request.sampling
         matcher = None
-        if sampling.structured is not None:  # before the lock: other requests go on while it is compiled
+        if (
+            sampling.structured is not None and not request.pooling
+        ):  # before the lock: other requests go on while it is compiled
             matcher = self.constraints.matcher(sampling.structured, tokens)
         with self._lock:
             if self._closed:
@@ -523,7 +525,15 @@ class Generator:
         for sequence in self._scheduler.running:
             if sequence.decodes and isinstance(proposer := getattr(sequence, "proposer", None), DraftProposer):
                 wanted.append((proposer, sequence.tokens, self._most_drafts(sequence)))
-        draft.prepare(wanted)
+        try:
+            draft.prepare(wanted)
+        except Exception as error:  # answers need no drafts
+            reason = f"{type(error).__name__}: {error}"
+            warn_once(f"the draft model failed and is not used any more, drafts come from the text itself: {reason}")
+            self._draft = None
+            draft.close()
+            for sequence in self._live.values():
+                sequence.proposer = None
 
     @staticmethod
     def _most_drafts(sequence: Any) -> int:

@@ -144,6 +144,8 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind != LIST:
         return _read(file, NUMBERS[kind])[0]
     inner, count = _read(file, "IQ")
+    if inner == LIST:
+        raise ValueError("a list of lists")
     if inner in NUMBERS:
         file.seek(count * struct.calcsize(f"<{NUMBERS[inner]}"), 1)
     else:

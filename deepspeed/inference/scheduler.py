@@ -300,9 +300,9 @@ class Scheduler:
             self._admit(slices, self.max_tokens, self.max_tokens, reserve=False)
             group = self.waiting[0].group if self.waiting else None
             others = [other for other in self.running if group is None or other.group is not group]
-            if slices or not others:
+            if slices or not self.running:
                 return
-            self._preempt(others[-1])
+            self._preempt((others or self.running)[-1])
 
     def _may_run(self, sequence: TokenSequence) -> bool:
         """Whether one more sequence may run on the blocks of another, with a block left for each running one."""
@@ -371,10 +371,27 @@ class Scheduler:
             reserve: whether a block is left for each running sequence.
         """
         running = len(self.running) if running is None else running
-        held = {node.page for node in self._match(sequence).nodes if self.pool.references(node.page)}
-        shared = max(len(held), self._source(sequence)[1] // self.pool.size)
+        source, length, match = self._reusable(sequence)
+        shared = length // self.pool.size
+        if source is None:
+            shared = len({node.page for node in match.nodes if self.pool.references(node.page)})
         need = self._pages_for(len(sequence.tokens)) - shared
         return need + (running if reserve else 0) <= self.pool.available + freed or not running
+
+    def _reusable(self, sequence: TokenSequence) -> tuple[TokenSequence | None, int, Match]:
+        """Return where first tokens of a sequence are computed: (member of its group, number of tokens, cached blocks).
+
+        The member is None if the cached blocks are to be taken. They are only if they have more tokens, and the common
+        ones in the member's blocks: otherwise the group would hold its prompt twice, which `fits` does not count.
+        """
+        match = self._match(sequence)
+        source, length = self._source(sequence)
+        if source is None:
+            return None, 0, match
+        common = source.group.common // self.pool.size  # type: ignore[union-attr]
+        same = [node.page for node in match.nodes[:common]] == source.pages[:common]
+        longer = len(match.nodes) * self.pool.size + match.partial > length
+        return (None, 0, match) if longer and same else (source, length, match)
 
     def _match(self, sequence: TokenSequence) -> Match:
         """Return the cached blocks for a sequence: none if it has to compute rows itself."""
@@ -399,12 +416,11 @@ class Scheduler:
     def _reuse(self, sequence: TokenSequence) -> None:
         """Assign cached blocks to the first tokens of a sequence (prefix caching).
 
-        Those of a running member of its group are taken if they are more. Full blocks are shared. A block that matches
+        Those of a running member of its group may be taken instead. Full blocks are shared. A block that matches
         partially is copied, if another is free: the sequence will write to the copy.
         """
-        match = self._match(sequence)
-        source, length = self._source(sequence)
-        if source is not None and length > len(match.nodes) * self.pool.size + match.partial:
+        source, length, match = self._reusable(sequence)
+        if source is not None:
             self._share(source, sequence, length)
             self._count_reused(sequence)
             return

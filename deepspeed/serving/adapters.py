@@ -108,9 +108,13 @@ class ServedAdapters:
         wanted = _parsed(body, LoadBody)
         if not wanted.lora_name or wanted.lora_name in (*self._taken, *self.modules):
             raise APIError(400, f"The name {wanted.lora_name!r} is in use", "lora_name", "invalid_value")
-        await self._ask(lambda ident: LoadAdapter(ident, wanted.lora_name, wanted.lora_path))
-        self.modules[wanted.lora_name] = LoraModule(wanted.lora_name, wanted.lora_path)
+        # A client that leaves does not interrupt it: engine and server would disagree about the name.
+        await asyncio.shield(asyncio.ensure_future(self._load(LoraModule(wanted.lora_name, wanted.lora_path))))
         return f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
+
+    async def _load(self, module: LoraModule) -> None:
+        await self._ask(lambda ident: LoadAdapter(ident, module.name, module.path))
+        self.modules[module.name] = module
 
     async def unload(self, body: bytes) -> str:
         """Remove an adapter; requests in progress finish with it. `APIError` (404) if there is none of this name."""

@@ -146,7 +146,8 @@ class Endpoints:
 
     async def _detokenize(self, request: Request) -> Response:
         self._check_key(request)
-        return await self._known(request, self._service.detokenize(DetokenizeRequest.parse(await self._body(request))))
+        parsed = DetokenizeRequest.parse(await self._body(request))
+        return await self._known(request, await self._service.detokenize(parsed))
 
     async def _known(self, request: Request, body: dict[str, Any]) -> Response:
         self._counter(request, 200).inc()

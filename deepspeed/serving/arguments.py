@@ -141,7 +141,13 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     Raises:
         ArgumentError: a value is out of range, a key is empty, or a file cannot be read.
     """
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    for option in (args.served_model_name, args.lora_modules):  # one with several values that stands before MODEL
+        if args.model is None and option and len(option[-1]) > 1:
+            args.model = option[-1].pop()
+    if args.model is None:
+        parser.error("MODEL is missing")
     keys = list(args.api_key)
     if not all(key.strip() for key in keys):  # an unset variable gives an empty key, which would disable authentication
         raise ArgumentError("--api-key is empty; leave it out to need none")
@@ -267,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
     )
     add = parser.add_argument
-    add("model", help="folder of a Transformers model with its tokenizer, or a GGUF file")
+    add("model", nargs="?", metavar="MODEL", help="folder of a Transformers model with its tokenizer, or a GGUF file")
     add("--served-model-name", action="append", nargs="+", default=[],
         help="its names in requests, the first of which is in answers (default: the folder's)")  # fmt: skip
     add("--host", default="127.0.0.1")

@@ -69,11 +69,12 @@ def attach(body: dict[str, Any], choices: list[ResponseChoice], tokenizer: Any, 
         tokenizer: the model's tokenizer.
         most: number of alternatives per token.
     """
-    forms = []
+    forms: dict[int, Any] = {}
     for choice in choices:
-        cut = [entry and entry._replace(top=entry.top[:most]) for entry in choice.scored or ()]
-        forms.append(prompt_logprobs(tokenizer, cut))
+        if id(choice.prompt) not in forms:  # answers to one prompt have one list
+            cut = [entry and entry._replace(top=entry.top[:most]) for entry in choice.scored or ()]
+            forms[id(choice.prompt)] = prompt_logprobs(tokenizer, cut)
     if body["object"] == "chat.completion":
-        return body | {"prompt_logprobs": forms[0]}
-    parts = zip(body["choices"], forms, strict=True)
-    return body | {"choices": [part | {"prompt_logprobs": form} for part, form in parts]}
+        return body | {"prompt_logprobs": forms[id(choices[0].prompt)]}
+    parts = zip(body["choices"], choices, strict=True)
+    return body | {"choices": [part | {"prompt_logprobs": forms[id(choice.prompt)]} for part, choice in parts]}

@@ -50,4 +50,5 @@ class RequestIds:
             if scope["method"] not in _QUIET:
                 call, seconds = state.get("call"), time.monotonic() - begun
                 detail = f", {call.summary()}" if call is not None else ""
-                logger.info("ds_serve: %s: %s %s, %.3f s%s", ident, scope["path"], status or "gone", seconds, detail)
+                path = scope["path"] if _SANE.fullmatch(scope["path"]) else ascii(scope["path"])[:160]
+                logger.info("ds_serve: %s: %s %s, %.3f s%s", ident, path, status or "gone", seconds, detail)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from deepspeed.foundation.log import logger
@@ -25,7 +25,12 @@ from deepspeed.serving.protocol import APIError, ChatCompletionRequest, Completi
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
 _group_numbers = itertools.count()
-_LONG = 20_000  # characters from which a prompt is tokenized in a thread
+_LONG = 20_000  # characters or tokens from which something is computed in a thread
+
+
+async def _computed(size: int, compute: Callable[[], Any]) -> Any:
+    """Return `compute()`, in a thread if its `size` would hold up the event loop."""
+    return await asyncio.to_thread(compute) if size > _LONG else compute()
 
 
 class PendingRequest:
@@ -300,7 +305,8 @@ class Service:
         request.check_tokens(self.vocabulary)
         self.admit(choices)
         prompts, leads = await self._prompts(request)
-        self.admit(choices)  # other requests may have arrived
+        self.admit(choices)  # other requests may have arrived,
+        self.check_model(request.model)  # or its adapter may have been unloaded
         return self._started(PendingRequest(self, request, prompts, leads, ident))
 
     def _check_choices(self, choices: int, field: str) -> None:
@@ -325,6 +331,7 @@ class Service:
         self.admit(len(texts))
         prompts = [await self._prompt(text, "input") for text in texts]
         self.admit(len(texts))
+        self.check_model(request.model)
         return self._started(PendingRequest(self, request, prompts, [], ident))
 
     async def _prompt(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
@@ -343,17 +350,23 @@ class Service:
         text = self.chat.text(request, bool(request.add_generation_prompt)) if chat else request.prompt or ""
         special = request.add_special_tokens
         tokens = await self._tokens(text, not chat if special is None else special, empty=True)
-        names = [spelling(self.tokenizer, token) for token in tokens] if request.return_token_strs else None
+        names = None
+        if request.return_token_strs:
+            names = await _computed(len(tokens), lambda: [spelling(self.tokenizer, token) for token in tokens])
         limit = None if self.engine.ready is None else self.engine.ready.max_length
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
 
-    def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of tokens in vLLM's form; raises `APIError` (400 or 404)."""
         if request.model is not None:
             self.check_model(request.model)
         check_tokens("tokens", request.tokens, self.vocabulary)
-        known = [token for token in request.tokens if spelling(self.tokenizer, token) is not None]
-        return {"prompt": decode_function(self.tokenizer, False)(known)}
+
+        def decode() -> str:
+            known = [token for token in request.tokens if spelling(self.tokenizer, token) is not None]
+            return decode_function(self.tokenizer, False)(known)
+
+        return {"prompt": await _computed(len(request.tokens), decode)}
 
     async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
         if isinstance(request, ChatCompletionRequest):
@@ -373,7 +386,7 @@ class Service:
             return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
         try:
-            tokens = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
+            tokens = await _computed(len(text), cut)
         except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON but invalid text
             raise APIError(400, f"the {field} is no valid text: {error}", field, "invalid_value") from None
         if not tokens and not empty:
@@ -419,7 +432,9 @@ class Service:
                 return embedding_body(request, self.options.name, call.choices, self.options.normalize)
             body = call.form.whole(call.choices)
             if request.prompt_logprobs is not None:
-                body = attach(body, call.choices, self.tokenizer, request.prompt_logprobs)
+                most = request.prompt_logprobs
+                size = len(call.choices) * len(call.choices[0].prompt) * (1 + most)
+                body = await _computed(size, lambda: attach(body, call.choices, self.tokenizer, most))
             return body
         finally:
             call.close()

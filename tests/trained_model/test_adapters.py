@@ -45,7 +45,7 @@ def test_eight_adapters_in_one_batch(tmp_path: Path) -> None:
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=1)
     for name in (None, *map(str, range(8))):
         for number, prompt in enumerate(prompts):
-            generator.submit(Request((name, number), prompt, sampling, name))
+            generator.submit(Request((name, number), prompt, sampling, adapter=name))
     found = finish(generator)
     generator.close()
     answers = set()

@@ -73,6 +73,9 @@ def test_damaged_and_split_files_are_refused(sizes: None, tmp_path: Path) -> Non
         path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
         with pytest.raises((CheckpointCorruptError, NotAvailableError), match=r"a\.gguf"):
             read_header(path)
+    nested = struct.pack("<IQQ", 3, 0, 1) + text("deep") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    with pytest.raises(CheckpointCorruptError, match="list of lists"):
+        read_header(_of(path, b"GGUF" + nested))
     with pytest.raises(NotAvailableError, match="version 4"):
         read_header(written(path, version=4))
     with pytest.raises(NotAvailableError, match="one of 3 files"):

@@ -217,6 +217,7 @@ def test_several_names(tiny: InlineServer) -> None:
     refused = post(tiny, "/v1/completions", {"model": "fourth", "prompt": "a"})
     assert refused.status_code == 404 and "'second'" in refused.json()["error"]["message"]
     assert parse([".", "--served-model-name", "a", "b", "--max-model-len", "50"]).names == ("a", "b")
+    assert parse(["--served-model-name", "a", "b", "."]).names == ("a", "b")
     assert parse([".", "--max-model-len", "50"]).engine.max_length == 50
     with pytest.raises(ArgumentError, match="served-model-name"):
         parse([".", "--served-model-name", ""])
@@ -252,10 +253,12 @@ def test_ids_of_requests_are_sent_back_and_logged(tiny: InlineServer, caplog: py
         streamed = post(tiny, "/v1/completions", {**body, "stream": True}, **{"X-Request-Id": "mine-3"})
         assert streamed.headers["x-request-id"] == "mine-3" and events(streamed)[0]["id"] == "cmpl-mine-3"
         assert httpx.get(f"{tiny.url}/health").headers["x-request-id"]
+        assert httpx.post(f"{tiny.url}/x%0aINFO forged %1b[31m").status_code == 404
         tiny.until_free()
     finally:
         log.removeHandler(caplog.handler)
     lines = [record.getMessage() for record in caplog.records]
+    assert any("forged" in line for line in lines) and not any("\n" in line or "\x1b" in line for line in lines)
     said = {name: [line for line in lines if f"{name}:" in line] for name in ("mine-1.a", "mine-2", "mine-3")}
     assert all(len(found) == 1 for found in said.values()) and not any("/health" in line for line in lines)
     assert "/v1/completions 200" in said["mine-1.a"][0] and "2 prompt tokens" in said["mine-1.a"][0]
