@@ -28,13 +28,13 @@ class ToolFormat:
     Attributes:
         marks: texts that begin calls anywhere in an answer; if empty, calls are the whole answer.
         specials: marks that may be special tokens of the model.
-        read: parser of text from the first call on: (text, whether it is complete, state of the reading) to calls as
+        read: parser of text from the first call on: (text, whether it is complete, state of the scan) to calls as
             (name, arguments) and the length of their text; None: more text is needed; no calls, or ValueError: there
             are none.
     """
 
     marks: tuple[str, ...]
-    read: Callable[[str, bool, _Reading], tuple[list[tuple[str, Any]], int] | None]
+    read: Callable[[str, bool, _CallScan], tuple[list[tuple[str, Any]], int] | None]
     begin: str
     middle: str
     end: str
@@ -69,8 +69,8 @@ def _call(value: Any) -> tuple[str, Any] | None:
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-class _Reading:
-    """State of reading calls from a text that grows: no part is read twice, however many parts it arrives in.
+class _CallScan:
+    """Scan for calls in a text that grows: no part is read twice, however many parts it arrives in.
 
     Attributes:
         place: number of characters read so far.
@@ -95,8 +95,8 @@ class _Reading:
             if text[self.place] not in "{[":
                 raise ValueError("neither an object nor a list")
             self.begin = self.place
-        for found in _STRUCTURE.finditer(text, self.place):
-            mark, self.place = found[0], found.end()
+        for match in _STRUCTURE.finditer(text, self.place):
+            mark, self.place = match[0], match.end()
             if mark == '"':
                 self.quoted = not self.quoted
             elif self.quoted:
@@ -117,65 +117,65 @@ class _Reading:
         return None
 
 
-def _read_hermes(text: str, final: bool, reading: _Reading) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_hermes(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     opening, closing = "<tool_call>", "</tool_call>"
-    reading.place = max(reading.place, len(opening))
-    if not reading.calls:
-        value = reading.value(text) if reading.depth or reading.skip(text) else None
+    scan.place = max(scan.place, len(opening))
+    if not scan.calls:
+        value = scan.value(text) if scan.depth or scan.skip(text) else None
         if value is None:
             return ([], 0) if final else None
         call = _call(value)
         if call is None:
             return [], 0
-        reading.calls.append(call)
-    reading.skip(text)
-    end = reading.place + len(closing)
-    rest = text[reading.place : end]
+        scan.calls.append(call)
+    scan.skip(text)
+    end = scan.place + len(closing)
+    rest = text[scan.place : end]
     if rest == closing:
-        return reading.calls, end
+        return scan.calls, end
     if not closing.startswith(rest):
         return [], 0
-    return (reading.calls, len(text)) if final else None  # many models end without the closing mark
+    return (scan.calls, len(text)) if final else None  # many models end without the closing mark
 
 
-def _read_llama(text: str, final: bool, reading: _Reading) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_llama(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     mark = "<|python_tag|>"
-    if not reading.place and text.startswith(mark):
-        reading.place = len(mark)
-    while reading.depth or reading.skip(text):
-        if not reading.depth and reading.calls and text[reading.place] == ";":
-            reading.place += 1
+    if not scan.place and text.startswith(mark):
+        scan.place = len(mark)
+    while scan.depth or scan.skip(text):
+        if not scan.depth and scan.calls and text[scan.place] == ";":
+            scan.place += 1
             continue
-        value = reading.value(text)
+        value = scan.value(text)
         if value is None:
             return ([], 0) if final else None
         call = _call(value)
         if call is None:
             return [], 0
-        reading.calls.append(call)
-    return (reading.calls, len(text)) if final else None
+        scan.calls.append(call)
+    return (scan.calls, len(text)) if final else None
 
 
-def _read_mistral(text: str, final: bool, reading: _Reading) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_mistral(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     mark, arguments_mark = "[TOOL_CALLS]", "[ARGS]"
-    reading.place = max(reading.place, len(mark))
-    if not reading.depth:
-        if not reading.skip(text):
+    scan.place = max(scan.place, len(mark))
+    if not scan.depth:
+        if not scan.skip(text):
             return ([], 0) if final else None
-        if text[len(mark) : reading.place].strip() or text[reading.place] not in "[{":
-            brace = text.find("{", reading.place)  # of the arguments, after a name
-            reading.place = len(text) if brace < 0 else brace
-    value = reading.value(text) if reading.place < len(text) else None
+        if text[len(mark) : scan.place].strip() or text[scan.place] not in "[{":
+            brace = text.find("{", scan.place)  # of the arguments, after a name
+            scan.place = len(text) if brace < 0 else brace
+    value = scan.value(text) if scan.place < len(text) else None
     if value is None:
         return ([], 0) if final else None
-    name = text[len(mark) : reading.begin].partition(arguments_mark)[0].strip()
+    name = text[len(mark) : scan.begin].partition(arguments_mark)[0].strip()
     if name:
-        return [(name, value)], reading.place
+        return [(name, value)], scan.place
     calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
-    return ([], 0) if None in calls else ([call for call in calls if call is not None], reading.place)
+    return ([], 0) if None in calls else ([call for call in calls if call is not None], scan.place)
 
 
-def _read_pythonic(text: str, final: bool, _: _Reading) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_pythonic(text: str, final: bool, _: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     if not final:
         return None
     # JSON's literals are names in Python
@@ -296,7 +296,7 @@ class ToolCallParser:
         self._form, self._tools, self._most = TOOL_FORMATS[name], tools, most
         self._beginnings = _BEGINNINGS.get(name, ())
         self._calls = _Calls()
-        self._reading, self._failed = _Reading(), 0  # state of the held text, and number of texts that are no calls
+        self._scan, self._failed = _CallScan(), 0  # state of the held text, and number of texts that are no calls
         self._held = self._spaces = ""
         self._plain = False  # whether no calls follow
         self._written = self._after_call = (
@@ -345,7 +345,7 @@ class ToolCallParser:
         if not any(self._held.startswith(mark) for mark in self._form.marks or self._beginnings):
             return False  # a part of a mark
         try:
-            read = self._form.read(self._held, final, self._reading)
+            read = self._form.read(self._held, final, self._scan)
             if read is None:
                 return False
             calls, length = [(name, _dumped(arguments)) for name, arguments in read[0]], read[1]
@@ -360,12 +360,12 @@ class ToolCallParser:
         for name, arguments in calls:
             if self._most is None or self._calls.count < self._most:
                 delta.calls += [self._calls.begin(name), self._calls.arguments(arguments)]
-        self._held, self._after_call, self._reading = self._held[length:], True, _Reading()
+        self._held, self._after_call, self._scan = self._held[length:], True, _CallScan()
         return True
 
     def _write(self, delta: Delta, length: int) -> None:
         """Move the first characters of the held text to the content, except for spaces around calls."""
-        text, self._held, self._reading = self._spaces + self._held[:length], self._held[length:], _Reading()
+        text, self._held, self._scan = self._spaces + self._held[:length], self._held[length:], _CallScan()
         text = text.lstrip() if self.called and not self._written else text
         content = text.rstrip()
         self._spaces = text[len(content) :]
