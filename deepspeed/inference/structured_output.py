@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 LONGEST = 1 << 18  # characters of a constraint
 REMEMBERED = 64  # compiled constraints
+SLOTS = 2  # constraints compiled at the same time: a slow one does not stop all others
+# Of these, the time to compile grows with the square: 2,000 take 0.6 s, 4,000 take 2.3 s, without any effect on others.
+LARGEST = 2000
+_GROWING = ("properties", "anyOf", "oneOf", "allOf")
 # Spaces and line breaks in JSON are limited: a model that writes them without end would never finish.
 WHITESPACE = r" ?|\n[ ]{0,24}|\n\t{0,8}"
 _LEADS = ("", "x", ":")  # texts before a text, to find the tokens of its middle
@@ -72,6 +77,20 @@ class StructuredOutput:
             raise RequestError(f"{self.field}: no valid text: {error}") from None
 
 
+def check_schema(schema: Any) -> None:
+    """Raise ValueError if a JSON schema has parts that would take too long to compile."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            for key in _GROWING:
+                if isinstance(part.get(key), dict | list) and len(part[key]) > LARGEST:
+                    raise ValueError(f"{key} has {len(part[key])} entries, over the maximum of {LARGEST}")
+            waiting += [value for key, value in part.items() if key not in ("enum", "const")]
+        elif isinstance(part, list):
+            waiting += part
+
+
 def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
     """Return the constraint in llguidance's form of a grammar; raises ValueError."""
     from llguidance import LLMatcher, regex_to_lark
@@ -83,6 +102,7 @@ def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
             schema = {}
         if not isinstance(schema, dict):
             raise ValueError(f"a JSON schema is an object, not {structured.value!r:.80}")
+        check_schema(schema)
         schema = {key: entry for key, entry in schema.items() if key != "x-guidance"}  # options of the compiler
         options: Any = {"whitespace_pattern": WHITESPACE}
         return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))["grammars"][0]
@@ -150,6 +170,16 @@ class _Vocabulary:
         return tokens
 
 
+class CompiledConstraint:
+    """Result of compiling a constraint: llguidance's matcher, or the error.
+
+    As long as it is referenced, the compiler remembers it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class ConstraintCompiler:
     """Compiler of the constraints of a generator's requests; thread-safe. The last `REMEMBERED` results are kept.
 
@@ -160,16 +190,39 @@ class ConstraintCompiler:
 
     def __init__(self, tokenizer: Any, size: int | None) -> None:
         self._tokenizer, self._size = tokenizer, size
-        self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
+        self._last: OrderedDict[StructuredOutput, CompiledConstraint] = OrderedDict()
+        self._all: weakref.WeakValueDictionary[StructuredOutput, CompiledConstraint] = weakref.WeakValueDictionary()
+        self._busy: dict[StructuredOutput, threading.Lock] = {}  # those being compiled
         self._vocabulary: Any = None
         self._table: Any = None
         self._shifting: list[int] = []
-        self._lock, self._busy = threading.Lock(), threading.Lock()
+        self._lock, self._slots, self._reading = threading.Lock(), threading.Semaphore(SLOTS), threading.Lock()
 
-    def remembers(self, structured: StructuredOutput) -> bool:
-        """Return whether `matcher` needs to compile nothing."""
+    def remembered(self, structured: StructuredOutput) -> CompiledConstraint | None:
+        """Return the result of compiling a constraint before; None: it has to be compiled."""
         with self._lock:
-            return structured in self._compiled
+            return self._all.get(structured)
+
+    def prepare(self, structured: StructuredOutput) -> CompiledConstraint:
+        """Compile a constraint, or return the result of before; errors are a result."""
+        result = self.remembered(structured)
+        if result is None:
+            with self._lock:
+                own = self._busy.setdefault(structured, threading.Lock())
+            with own, self._slots:  # the same one once
+                try:
+                    result = self.remembered(structured) or CompiledConstraint(self._compiled_or_error(structured))
+                    with self._lock:
+                        self._all[structured] = result
+                finally:
+                    with self._lock:
+                        self._busy.pop(structured, None)
+        with self._lock:
+            self._last[structured] = result
+            self._last.move_to_end(structured)
+            while len(self._last) > REMEMBERED:
+                self._last.popitem(last=False)
+        return result
 
     def compile(self, structured: StructuredOutput) -> Any:
         """Compile a constraint, or return it compiled before.
@@ -178,16 +231,7 @@ class ConstraintCompiler:
             RequestError: the constraint is invalid or too complex, names a keyword that is not enforced, or the
                 tokenizer has no bytes for its tokens; the message begins with the field.
         """
-        with self._lock:
-            compiled = self._compiled.get(structured)
-        if compiled is None:
-            with self._busy:  # one at a time
-                compiled = self._compiled.get(structured) or self._compiled_or_error(structured)
-        with self._lock:
-            self._compiled[structured] = compiled
-            self._compiled.move_to_end(structured)
-            while len(self._compiled) > REMEMBERED:
-                self._compiled.popitem(last=False)
+        compiled = self.prepare(structured).value
         if isinstance(compiled, RequestError):
             raise RequestError(str(compiled))
         return compiled
@@ -203,6 +247,10 @@ class ConstraintCompiler:
             return self._compile(structured)
         except RequestError as error:
             return error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of llguidance is no Exception
+            return RequestError(f"{structured.field}: cannot be compiled: {type(error).__name__}: {str(error)[:300]}")
 
     def _compile(self, structured: StructuredOutput) -> Any:
         try:
@@ -226,21 +274,25 @@ class ConstraintCompiler:
 
     def _tokens(self, field: str) -> Any:
         """Return llguidance's table of tokens, made at the first call."""
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary(field)
+            return self._vocabulary
+
+    def _read_vocabulary(self, field: str) -> Any:
         import llguidance
 
-        if self._vocabulary is None:
-            tokenizer: Any = self._tokenizer
-            table = None if tokenizer is None else TokenBytes.of(tokenizer, False)
-            if table is None:
-                reason = "there is no tokenizer" if tokenizer is None else "the text of a token depends on others"
-                raise RequestError(f"{field}: not available with this tokenizer: {reason}")
-            size = len(tokenizer or ()) if self._size is None else self._size
-            vocabulary = _Vocabulary(tokenizer, table, size)
-            self._table = table
-            # Some tokenizers drop the space of the first token of a text; such tokens are left out there.
-            self._shifting = [token for token in range(size) if table.of_token(token, True) != vocabulary.tokens[token]]
-            self._vocabulary = llguidance.LLTokenizer(vocabulary)  # type: ignore[arg-type]
-        return self._vocabulary
+        tokenizer: Any = self._tokenizer
+        table = None if tokenizer is None else TokenBytes.of(tokenizer, False)
+        if table is None:
+            reason = "there is no tokenizer" if tokenizer is None else "the text of a token depends on others"
+            raise RequestError(f"{field}: not available with this tokenizer: {reason}")
+        size = len(tokenizer or ()) if self._size is None else self._size
+        vocabulary = _Vocabulary(tokenizer, table, size)
+        self._table = table
+        # Some tokenizers drop the space of the first token of a text; such tokens are left out there.
+        self._shifting = [token for token in range(size) if table.of_token(token, True) != vocabulary.tokens[token]]
+        return llguidance.LLTokenizer(vocabulary)  # type: ignore[arg-type]
 
 
 class Matcher:

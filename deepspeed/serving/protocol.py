@@ -461,6 +461,11 @@ class ChatCompletionRequest(BaseRequest):
             raise ValueError(f"chat_template_kwargs: {refused[0]} is the server's own")
         return self
 
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop strings; none for an answer that has to call, since they would cut its arguments."""
+        stops = super().stops()
+        return () if self.forced_tools() else stops
+
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []

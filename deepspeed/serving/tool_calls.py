@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.inference.structured_output import WHITESPACE
+from deepspeed.errors import RequestError
+from deepspeed.inference.structured_output import WHITESPACE, check_schema
 from deepspeed.serving.reasoning import partial_length
 
 MOST_CALLS = 16  # calls of an answer that has to call: without a limit, it might never end
+MOST_FAILED = 32  # texts of an answer that begin as a call and are none; each may be read up to the answer's end
+_STRUCTURE = re.compile(r'\\.|["{}\[\]<]', re.DOTALL)  # "<" is in no JSON outside of strings, but begins marks
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,13 @@ class ToolFormat:
     Attributes:
         marks: texts that begin calls anywhere in an answer; if empty, calls are the whole answer.
         specials: marks that may be special tokens of the model.
-        read: parser of text from the first call on: (text, whether it is complete) to calls as (name, arguments) and
-            the length of their text; None: more text is needed; no calls: there are none.
+        read: parser of text from the first call on: (text, whether it is complete, state of the scan) to calls as
+            (name, arguments) and the length of their text; None: more text is needed; no calls, or ValueError: there
+            are none.
     """
 
     marks: tuple[str, ...]
-    read: Callable[[str, bool], tuple[list[tuple[str, Any]], int] | None]
+    read: Callable[[str, bool, _CallScan], tuple[list[tuple[str, Any]], int] | None]
     begin: str
     middle: str
     end: str
@@ -64,82 +69,113 @@ def _call(value: Any) -> tuple[str, Any] | None:
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _skip(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
+class _CallScan:
+    """Scan for calls in a text that grows: no part is read twice, however many parts it arrives in.
+
+    Attributes:
+        place: number of characters read so far.
+        begin: beginning of the last value.
+        calls: calls read so far.
+    """
+
+    def __init__(self) -> None:
+        self.place = self.begin = self.depth = 0
+        self.quoted = False
+        self.calls: list[tuple[str, Any]] = []
+
+    def skip(self, text: str) -> bool:
+        """Go on behind spaces; returns whether anything follows."""
+        while self.place < len(text) and text[self.place].isspace():
+            self.place += 1
+        return self.place < len(text)
+
+    def value(self, text: str) -> Any:
+        """Return the object or list that begins here, None as long as its end is missing; raises ValueError."""
+        if not self.depth:
+            if text[self.place] not in "{[":
+                raise ValueError("neither an object nor a list")
+            self.begin = self.place
+        for match in _STRUCTURE.finditer(text, self.place):
+            mark, self.place = match[0], match.end()
+            if mark == '"':
+                self.quoted = not self.quoted
+            elif self.quoted:
+                continue
+            elif mark in ("{", "["):
+                self.depth += 1
+            elif mark in ("}", "]"):
+                self.depth -= 1
+                if not self.depth:
+                    value, end = _loads(text, self.begin)
+                    if end != self.place:
+                        raise ValueError("brackets do not fit")
+                    return value
+            else:
+                raise ValueError(f"{mark!r} outside of a string")
+        # A backslash at the end belongs to the next character.
+        self.place = max(self.place, len(text) - text.endswith("\\"))
+        return None
 
 
-def _read_hermes(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_hermes(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     opening, closing = "<tool_call>", "</tool_call>"
-    try:
-        value, end = _loads(text, _skip(text, len(opening)))
-    except ValueError:
-        # A closing mark within a string is a part of the arguments; outside of one, the call is malformed.
-        places = [place for place in range(len(text)) if text.startswith(closing, place)]
-        ended = any(not _in_string(text[len(opening) : place]) for place in places)
-        return ([], 0) if final or ended else None
-    call, end = _call(value), _skip(text, end)
-    if call is None:
-        return [], 0
-    rest = text[end:]
-    if rest.startswith(closing):
-        return [call], end + len(closing)
-    if not closing.startswith(rest):
-        return [], 0
-    return ([call], len(text)) if final else None  # many models end without the closing mark
-
-
-def _in_string(text: str) -> bool:
-    inside = escaped = False
-    for character in text:
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = inside
-        elif character == '"':
-            inside = not inside
-    return inside
-
-
-def _read_llama(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
-    mark = "<|python_tag|>"
-    start = _skip(text, len(mark) if text.startswith(mark) else 0)
-    calls: list[tuple[str, Any]] = []
-    while start < len(text):
-        try:
-            value, end = _loads(text, start)
-        except ValueError:
+    scan.place = max(scan.place, len(opening))
+    if not scan.calls:
+        value = scan.value(text) if scan.depth or scan.skip(text) else None
+        if value is None:
             return ([], 0) if final else None
         call = _call(value)
         if call is None:
             return [], 0
-        calls.append(call)
-        start = _skip(text, end)
-        if start < len(text) and text[start] == ";":
-            start = _skip(text, start + 1)
-    return (calls, len(text)) if final else None
+        scan.calls.append(call)
+    scan.skip(text)
+    end = scan.place + len(closing)
+    rest = text[scan.place : end]
+    if rest == closing:
+        return scan.calls, end
+    if not closing.startswith(rest):
+        return [], 0
+    return (scan.calls, len(text)) if final else None  # many models end without the closing mark
 
 
-def _read_mistral(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
-    mark, arguments_mark = "[TOOL_CALLS]", "[ARGS]"
-    start = _skip(text, len(mark))
-    try:
-        if text[start : start + 1] in ("[", "{"):
-            value, end = _loads(text, start)
-            calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
-            return ([], 0) if None in calls else ([call for call in calls if call is not None], end)
-        brace = text.find("{", start)
-        if brace < 0:
+def _read_llama(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
+    mark = "<|python_tag|>"
+    if not scan.place and text.startswith(mark):
+        scan.place = len(mark)
+    while scan.depth or scan.skip(text):
+        if not scan.depth and scan.calls and text[scan.place] == ";":
+            scan.place += 1
+            continue
+        value = scan.value(text)
+        if value is None:
             return ([], 0) if final else None
-        name = text[start:brace].partition(arguments_mark)[0].strip()
-        value, end = _loads(text, brace)
-        return ([(name, value)], end)
-    except ValueError:
+        call = _call(value)
+        if call is None:
+            return [], 0
+        scan.calls.append(call)
+    return (scan.calls, len(text)) if final else None
+
+
+def _read_mistral(text: str, final: bool, scan: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
+    mark, arguments_mark = "[TOOL_CALLS]", "[ARGS]"
+    scan.place = max(scan.place, len(mark))
+    if not scan.depth:
+        if not scan.skip(text):
+            return ([], 0) if final else None
+        if text[len(mark) : scan.place].strip() or text[scan.place] not in "[{":
+            brace = text.find("{", scan.place)  # of the arguments, after a name
+            scan.place = len(text) if brace < 0 else brace
+    value = scan.value(text) if scan.place < len(text) else None
+    if value is None:
         return ([], 0) if final else None
+    name = text[len(mark) : scan.begin].partition(arguments_mark)[0].strip()
+    if name:
+        return [(name, value)], scan.place
+    calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
+    return ([], 0) if None in calls else ([call for call in calls if call is not None], scan.place)
 
 
-def _read_pythonic(text: str, final: bool) -> tuple[list[tuple[str, Any]], int] | None:
+def _read_pythonic(text: str, final: bool, _: _CallScan) -> tuple[list[tuple[str, Any]], int] | None:
     if not final:
         return None
     # JSON's literals are names in Python
@@ -235,7 +271,8 @@ class _Calls:
 
 
 def _dumped(arguments: Any) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
+    """Write arguments as JSON; raises ValueError, TypeError or RecursionError if they are none."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate
@@ -259,8 +296,9 @@ class ToolCallParser:
         self._form, self._tools, self._most = TOOL_FORMATS[name], tools, most
         self._beginnings = _BEGINNINGS.get(name, ())
         self._calls = _Calls()
+        self._scan, self._failed = _CallScan(), 0  # state of the held text, and number of texts that are no calls
         self._held = self._spaces = ""
-        self._plain = False  # whether an answer that might have been calls as a whole is none
+        self._plain = False  # whether no calls follow
         self._written = self._after_call = (
             False  # whether there is content, and whether a call is the last before spaces
         )
@@ -287,6 +325,8 @@ class ToolCallParser:
     def _before_call(self, final: bool) -> int:
         """Return the length of content before what may be a call."""
         text = self._held
+        if self._plain:
+            return len(text)
         if self._form.marks:
             places = [place for place in (text.find(mark) for mark in self._form.marks) if place >= 0]
             if places:
@@ -295,7 +335,7 @@ class ToolCallParser:
         begun = text.lstrip()
         starts = any(begun.startswith(mark) for mark in self._beginnings)
         waits = not final and (not begun or any(mark.startswith(begun) for mark in self._beginnings))
-        if not self._plain and (starts or waits):
+        if starts or waits:
             return len(text) - len(begun)
         self._plain = True
         return len(text)
@@ -304,24 +344,28 @@ class ToolCallParser:
         """Read the calls at the beginning of the held text, or make it content; returns False if it has to wait."""
         if not any(self._held.startswith(mark) for mark in self._form.marks or self._beginnings):
             return False  # a part of a mark
-        read = self._form.read(self._held, final)
-        if read is None:
-            return False
-        calls, length = read
+        try:
+            read = self._form.read(self._held, final, self._scan)
+            if read is None:
+                return False
+            calls, length = [(name, _dumped(arguments)) for name, arguments in read[0]], read[1]
+        except (ValueError, TypeError, RecursionError):  # no JSON, such as a set, or a number without end
+            calls, length = [], 0
         if not calls or any(name not in self._tools for name, _ in calls):
-            self._plain = True
+            self._failed += 1
+            self._plain = not self._form.marks or self._failed >= MOST_FAILED
             marks = [len(mark) for mark in self._form.marks if self._held.startswith(mark)]
             self._write(delta, max(marks, default=len(self._held)))
             return True
         for name, arguments in calls:
             if self._most is None or self._calls.count < self._most:
-                delta.calls += [self._calls.begin(name), self._calls.arguments(_dumped(arguments))]
-        self._held, self._after_call = self._held[length:], True
+                delta.calls += [self._calls.begin(name), self._calls.arguments(arguments)]
+        self._held, self._after_call, self._scan = self._held[length:], True, _CallScan()
         return True
 
     def _write(self, delta: Delta, length: int) -> None:
         """Move the first characters of the held text to the content, except for spaces around calls."""
-        text, self._held = self._spaces + self._held[:length], self._held[length:]
+        text, self._held, self._scan = self._spaces + self._held[:length], self._held[length:], _CallScan()
         text = text.lstrip() if self.called and not self._written else text
         content = text.rstrip()
         self._spaces = text[len(content) :]
@@ -387,10 +431,11 @@ class ForcedCallParser:
             elif character in "{[":
                 self._depth += 1
             elif character in "}]":
+                self._inside = self._depth > 1
+                if not self._inside:  # at depth 0, the arguments were no object, and this is behind them
+                    end, self._depth = place + self._depth, 0
+                    return end
                 self._depth -= 1
-                if not self._depth:
-                    self._inside = False
-                    return place + 1
         return len(self._held)
 
 
@@ -402,15 +447,25 @@ def forced_calls(name: str, tools: dict[str, dict[str, Any]], several: bool, lit
         tools: JSON schema of the arguments, by name.
         several: whether up to `MOST_CALLS` calls are allowed.
         literal: function that writes a text in Lark, with its special tokens.
+
+    Raises:
+        RequestError: the arguments of a tool are no object, or their schema is too large; the message begins with
+            "tools".
     """
     form = TOOL_FORMATS[name]
     lines = []
     for number, (tool, schema) in enumerate(tools.items()):
         begin, end = literal(f"{form.begin}{tool}{form.middle}"), literal(form.end)
         lines.append(f"call_{number}: {begin} arguments_{number} {end}")
+        if schema.get("type", "object") != "object":
+            raise RequestError(f"tools: parameters of {tool!r} have the type object, not {schema['type']!r:.80}")
+        try:
+            check_schema(schema)
+        except ValueError as error:
+            raise RequestError(f"tools: parameters of {tool!r}: {error}") from None
         schema = {"type": "object", **schema}
         if name == "pythonic":
-            lines += _keywords(number, schema)
+            lines += _keywords(tool, number, schema)
         else:
             lines.append(f"arguments_{number}: {_json(schema)}")
     more = f"(({literal(form.separator)} call){{0,{MOST_CALLS - 1}}})" if several else ""
@@ -426,16 +481,20 @@ def _json(schema: Any) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def _keywords(number: int, schema: dict[str, Any]) -> list[str]:
+def _keywords(tool: str, number: int, schema: dict[str, Any]) -> list[str]:
     """Return rules for arguments in Python's form: required ones in order, then any of the others."""
-    properties = schema.get("properties") or {}
+    properties, needed = schema.get("properties") or {}, schema.get("required") or []
+    for name, value, kind in (("properties", properties, dict), ("required", needed, list)):
+        if not isinstance(value, kind):
+            wanted = "an object" if kind is dict else "a list"
+            raise RequestError(f"tools: {name} of {tool!r} are {wanted}, not {value!r:.80}")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     lines, names = [], {key: f"value_{number}_{place}" for place, key in enumerate(properties)}
     for key, rule in names.items():
         part = properties[key]
         lines.append(f"{rule}: {json.dumps(key + '=')} {rule}_json")
         lines.append(f"{rule}_json: {_json({**part, **shared} if isinstance(part, dict) else part)}")
-    required = [names[key] for key in properties if key in (schema.get("required") or ())]
+    required = [names[key] for key in properties if key in needed]
     optional = [rule for key, rule in names.items() if rule not in required]
     if required:
         texts = [' ", " '.join(required) + "".join(f' (", " {rule})?' for rule in optional)]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import connection
@@ -135,26 +136,63 @@ class _Compiling:
     def __init__(self) -> None:
         self.news, self._sender = multiprocessing.Pipe(duplex=False)
         self.waiting: dict[int, Submit] = {}
+        self._results: dict[int, Any] = {}
+        self._idents: dict[Any, list[int]] = {}  # requests by constraint, which is compiled once for all of them
+        self._queue: deque[tuple[Any, Callable[[], Any]]] = deque()
+        self._lock, self._sending, self._threads = threading.Lock(), threading.Lock(), 0
 
     def start(self, message: Submit, compile_: Callable[[], Any]) -> None:
         """Compile in a thread; errors come again when the request is submitted."""
+        from deepspeed.inference.structured_output import SLOTS
+
         self.waiting[message.ident] = message
+        key = message.sampling.get("structured", message.ident)
+        with self._lock:
+            self._idents.setdefault(key, []).append(message.ident)
+            if len(self._idents[key]) == 1:
+                self._queue.append((key, compile_))
+            if self._threads < SLOTS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="deepspeed constraint", daemon=True).start()
 
-        def work() -> None:
-            with contextlib.suppress(Exception):
-                if message.ident in self.waiting:
-                    compile_()
-            with contextlib.suppress(OSError):  # the engine has ended
-                self._sender.send(message.ident)
+    def _next(self) -> tuple[Any, Callable[[], Any]] | None:
+        """Return the next constraint that a request still waits for, and its function; None: this thread ends."""
+        with self._lock:
+            while self._queue:
+                key, compile_ = self._queue.popleft()
+                if any(ident in self.waiting for ident in self._idents[key]):
+                    return key, compile_
+                del self._idents[key]
+            self._threads -= 1
+            return None
 
-        threading.Thread(target=work, name="deepspeed constraint", daemon=True).start()
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            key, compile_ = job
+            result = None
+            try:
+                result = compile_()
+            except BaseException:  # a panic of llguidance is no Exception
+                traceback.print_exc()
+            finally:
+                with self._lock:
+                    idents = self._idents.pop(key)
+                    self._results |= dict.fromkeys(idents, result)
+                del result
+                with contextlib.suppress(OSError), self._sending:  # the engine has ended
+                    for ident in idents:
+                        self._sender.send(ident)
 
-    def finished(self) -> list[Submit]:
-        """Return the requests that are ready, without those cancelled."""
-        idents = []
+    def finished(self) -> list[tuple[Submit, Any]]:
+        """Return the requests that are ready with what was compiled for them, without those cancelled."""
+        ready = []
         while self.news.poll():
-            idents.append(self.news.recv())
-        return [self.waiting.pop(ident) for ident in idents if ident in self.waiting]
+            ident = self.news.recv()
+            with self._lock:
+                result = self._results.pop(ident)
+            if (message := self.waiting.pop(ident, None)) is not None:
+                ready.append((message, result))
+        return ready
 
     def cancel(self, ident: int) -> bool:
         """Drop a request that is not ready; returns False if there is none of this number."""
@@ -217,17 +255,18 @@ class _Engine:
         while ready := connection.wait([self.pipe, self.compiling.news], wait):
             wait = 0
             if self.compiling.news in ready:
-                for compiled in self.compiling.finished():
+                for compiled, _ in self.compiling.finished():  # remembered as long as this list has the results
                     self._submit(compiled)
             if self.pipe not in ready:
                 continue
             message = self.pipe.recv()
             if isinstance(message, Submit):
-                structured = message.sampling.get("structured")
-                if structured is None or self.generator.constraints.remembers(structured):
-                    self._submit(message)
+                structured, constraints = message.sampling.get("structured"), self.generator.constraints
+                result = None if structured is None else constraints.remembered(structured)
+                if structured is None or result is not None:
+                    self._submit(message)  # remembered until `result` changes
                 else:
-                    self.compiling.start(message, functools.partial(self.generator.constraints.compile, structured))
+                    self.compiling.start(message, functools.partial(constraints.prepare, structured))
             elif isinstance(message, Cancel):
                 if not self.compiling.cancel(message.ident):
                     self.generator.cancel(message.ident)

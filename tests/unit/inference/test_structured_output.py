@@ -8,12 +8,13 @@ import re
 import threading
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from deepspeed.errors import RequestError
 from deepspeed.inference import Generator, Request, SamplingParams
-from deepspeed.inference.structured_output import LONGEST, REMEMBERED, ConstraintCompiler, StructuredOutput
+from deepspeed.inference.structured_output import LARGEST, LONGEST, REMEMBERED, ConstraintCompiler, StructuredOutput
 from tests.unit.inference.schemas import schemas
 from tests.unit.inference.toys import llama, mamba
 from tests.unit.inference.vocabularies import vocabulary
@@ -183,8 +184,8 @@ def test_the_compiler_remembers_and_matchers_are_independent() -> None:
     compiler = ConstraintCompiler(vocabulary("byte-level"), None)
     for number in range(REMEMBERED + 3):
         compiler.compile(StructuredOutput("regex", f"a{{{number + 1}}}"))
-    kept = [compiler.remembers(StructuredOutput("regex", f"a{{{n + 1}}}")) for n in range(REMEMBERED + 3)]
-    assert kept == [False] * 3 + [True] * REMEMBERED
+    kept = [compiler.remembered(StructuredOutput("regex", f"a{{{n + 1}}}")) for n in range(REMEMBERED + 3)]
+    assert [one is not None for one in kept] == [False] * 3 + [True] * REMEMBERED
     constraint = pickle.loads(pickle.dumps(StructuredOutput("choice", ("abc", "abd"))))
     a, b = (vocabulary("byte-level").convert_tokens_to_ids(letter) for letter in "ab")
     one, two = compiler.matcher(constraint), compiler.matcher(constraint)
@@ -201,3 +202,50 @@ def test_the_compiler_remembers_and_matchers_are_independent() -> None:
     for thread in threads:
         thread.join()
     assert len({id(one) for one in found}) == 1
+
+
+def test_a_result_is_remembered_as_long_as_it_is_held() -> None:
+    compiler = ConstraintCompiler(None, None)
+    with mock.patch.object(ConstraintCompiler, "_compile", lambda *_: object()):
+        held = compiler.prepare(StructuredOutput("regex", "first"))
+        dropped = compiler.prepare(StructuredOutput("regex", "second")).value
+        for number in range(REMEMBERED):
+            compiler.prepare(StructuredOutput("regex", f"{number}"))
+        assert compiler.compile(StructuredOutput("regex", "first")) is held.value
+        assert compiler.compile(StructuredOutput("regex", "second")) is not dropped
+
+
+def test_a_slow_constraint_does_not_stop_others_and_a_panic_is_an_error() -> None:
+    entered, let_go = threading.Event(), threading.Event()
+
+    class Panic(BaseException):
+        pass
+
+    def compile_(self: Any, one: StructuredOutput) -> Any:
+        if one.value == "slow":
+            entered.set()
+            assert let_go.wait(60)
+        if one.value == "panic":
+            raise Panic("deep")
+        return object()
+
+    compiler = ConstraintCompiler(None, None)
+    with mock.patch.object(ConstraintCompiler, "_compile", compile_):
+        thread = threading.Thread(target=compiler.prepare, args=(StructuredOutput("regex", "slow"),))
+        thread.start()
+        assert entered.wait(60)
+        assert compiler.compile(StructuredOutput("regex", "quick"))
+        with pytest.raises(RequestError, match="^structured: .*Panic"):
+            compiler.compile(StructuredOutput("regex", "panic"))
+        assert thread.is_alive()
+        let_go.set()
+        thread.join()
+
+
+def test_schemas_that_would_compile_for_long_are_refused() -> None:
+    compiler, many = ConstraintCompiler(vocabulary("byte-level"), None), LARGEST + 1
+    wrong = [{"items": {"properties": {f"p{n}": {} for n in range(many)}}}, {"anyOf": [{"const": 1}] * many}]
+    for schema in wrong:
+        with pytest.raises(RequestError, match=f"^structured: (properties|anyOf) has {many} entries"):
+            compiler.compile(structured(schema))
+    compiler.compile(structured({"enum": list(range(many))}))

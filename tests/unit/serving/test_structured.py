@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
@@ -15,9 +16,11 @@ import pytest
 from openai import OpenAI
 
 from deepspeed.inference.sampler import Sampler
-from deepspeed.inference.structured_output import ConstraintCompiler
+from deepspeed.inference.structured_output import REMEMBERED, SLOTS, ConstraintCompiler, StructuredOutput
 from deepspeed.serving import tool_calls
 from deepspeed.serving.chat_format import ChatFormat
+from deepspeed.serving.ipc import Submit
+from deepspeed.serving.worker import _Compiling
 from tests.unit.serving.inline import InlineServer, inline
 from tests.unit.serving.server import make_folder
 from tests.unit.serving.test_answers import events
@@ -37,6 +40,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Köln", "Bonn"]}, 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}},
          {"type": "function", "function": {"name": "now"}}]  # fmt: skip
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "day": 3}}\n</tool_call>'
+NOW = '<tool_call>{"name": "now"}</tool_call>'
 SHORT = {"max_tokens": 200, "temperature": 0}
 
 
@@ -169,6 +173,8 @@ def test_json_objects_and_texts(server: InlineServer) -> None:
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
           "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+          "tool_choice": "required"}, "parameters of 'f'"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"functions": [{"name": "f"}]}, "functions"),
     ],
@@ -178,18 +184,27 @@ def test_what_cannot_be_is_a_status(server: InlineServer, fields: dict[str, Any]
     assert answer.status_code == 400 and param in answer.json()["error"]["message"], answer.text
 
 
-def test_forced_calls(server: InlineServer) -> None:
+@pytest.mark.parametrize(
+    ("choice", "parallel"),
+    [
+        ("named", None),
+        pytest.param("required", None, marks=pytest.mark.slow),
+        pytest.param("required", False, marks=pytest.mark.slow),
+    ],
+)
+def test_forced_calls(server: InlineServer, choice: str, parallel: bool | None) -> None:
+    """Stop strings do not cut the arguments."""
     named = {"type": "function", "function": {"name": "weather"}}
-    for choice, most in (("required", 2), (named, 1)):
-        body = {"messages": USER, "tools": TOOLS, "tool_choice": choice, "temperature": 1, "max_tokens": 600}
-        with mock.patch.object(tool_calls, "MOST_CALLS", 2):
-            answer = both(server, body)
-        assert answer["reason"] == "tool_calls" and 1 <= len(answer["tool_calls"]) <= most
-        assert not answer["content"].strip()
-        for call in answer["tool_calls"]:
-            assert set(json.loads(call["arguments"])) == ({"city", "day"} if call["name"] == "weather" else set())
-    one = both(server, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
-    assert len(one["tool_calls"]) == 1
+    body = {"messages": USER, "tools": TOOLS[:1] if choice == "named" else TOOLS, "temperature": 1, "max_tokens": 600,
+            "tool_choice": named if choice == "named" else choice, "parallel_tool_calls": parallel,
+            "stop": ["B", "K", "day", "{"]}  # fmt: skip
+    with mock.patch.object(tool_calls, "MOST_CALLS", 2):
+        answer = both(server, body)
+    most = 2 if choice == "required" and parallel is None else 1
+    assert answer["reason"] == "tool_calls" and 1 <= len(answer["tool_calls"]) <= most
+    assert not answer["content"].strip()
+    for call in answer["tool_calls"]:
+        assert set(json.loads(call["arguments"])) == ({"city", "day"} if call["name"] == "weather" else set())
 
 
 @pytest.mark.parametrize("loops", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -220,21 +235,27 @@ def test_loops_of_a_scripted_model(server: InlineServer, loops: int) -> None:
             assert last.message.content == f"It is {number} degrees <tool_call>" and last.finish_reason == "stop"
 
 
-def test_calls_and_reasoning_of_a_scripted_model(thinking: InlineServer) -> None:
-    for options, text, wanted in (
-        ({"tools": TOOLS}, f"Yes. {CALL}{CALL}", ("Yes.", "", 2, "tool_calls")),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, CALL + CALL, ("", "", 1, "tool_calls")),
-        ({"tools": TOOLS, "tool_choice": "none"}, CALL, (CALL, "", 0, "stop")),
-        ({}, CALL, (CALL, "", 0, "stop")),
-        ({"tools": TOOLS}, CALL[:30], (CALL[:30], "", 0, "stop")),
-        ({"tools": TOOLS}, f"<think>a{CALL}</think>{CALL}", ("", f"a{CALL}", 1, "tool_calls")),
-        ({"chat_template_kwargs": {"think": True}}, "hm\n</think>\n\nYes", ("\n\nYes", "hm\n", 0, "stop")),
-        ({"chat_template_kwargs": {"think": True}}, "hm", ("", "hm", 0, "stop")),
-        ({}, "Yes </think>", ("Yes </think>", "", 0, "stop")),
-    ):  # fmt: skip
-        with saying(thinking, text, text):
-            got = both(thinking, {"messages": USER, **options})
-        assert (got["content"], got["reasoning_content"], len(got["tool_calls"]), got["reason"]) == wanted, text
+SLOW = pytest.mark.slow
+SCRIPTED = [  # options, text of the model, (content, reasoning, number of calls, finish reason)
+    ({"tools": TOOLS[1:]}, f"<think>{NOW}</think>Yes{NOW}", ("Yes", NOW, 1, "tool_calls")),
+    ({"chat_template_kwargs": {"think": True}}, "h\n</think>\n\nY", ("\n\nY", "h\n", 0, "stop")),
+    pytest.param({}, CALL, (CALL, "", 0, "stop"), marks=SLOW),
+    pytest.param({"tools": TOOLS}, f"Yes. {CALL}{CALL}", ("Yes.", "", 2, "tool_calls"), marks=SLOW),
+    pytest.param({"tools": TOOLS, "parallel_tool_calls": False}, CALL + CALL, ("", "", 1, "tool_calls"), marks=SLOW),
+    pytest.param({"tools": TOOLS, "tool_choice": "none"}, CALL, (CALL, "", 0, "stop"), marks=SLOW),
+    pytest.param({"tools": TOOLS}, CALL[:30], (CALL[:30], "", 0, "stop"), marks=SLOW),
+    pytest.param({"chat_template_kwargs": {"think": True}}, "hm", ("", "hm", 0, "stop"), marks=SLOW),
+    pytest.param({}, "Yes </think>", ("Yes </think>", "", 0, "stop"), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("options", "text", "wanted"), SCRIPTED)
+def test_calls_and_reasoning_of_a_scripted_model(
+    thinking: InlineServer, options: dict[str, Any], text: str, wanted: tuple[Any, ...]
+) -> None:
+    with saying(thinking, text, text):
+        got = both(thinking, {"messages": USER, **options})
+    assert (got["content"], got["reasoning_content"], len(got["tool_calls"]), got["reason"]) == wanted
 
 
 def test_a_constraint_begins_after_the_reasoning(thinking: InlineServer) -> None:
@@ -273,6 +294,63 @@ def test_a_slow_compile_does_not_stall_others(server: InlineServer) -> None:
         thread.join(60)
     assert re.fullmatch("slow[a-z]", plain(answers[0])["content"])
     server.until_free()
+
+
+def test_compiles_of_cancelled_requests_are_left_out_and_results_are_kept_until_they_are_submitted() -> None:
+    compiling, compiler, entered, let_go, ran = _Compiling(), ConstraintCompiler(None, None), [], threading.Event(), []
+
+    def compile_(self: Any, one: StructuredOutput) -> Any:
+        ran.append(one.value)
+        if one.value == "slow":
+            entered.append(1)
+            assert let_go.wait(60)
+        if one.value == "panic":
+            raise SystemExit
+        return object()
+
+    def start(ident: int, text: str) -> None:
+        one = StructuredOutput("regex", text)
+        compiling.start(Submit(ident, [1], {"structured": one}), functools.partial(compiler.prepare, one))
+
+    def finished(count: int) -> list[Any]:
+        ready: list[Any] = []
+        while len(ready) < count:
+            assert compiling.news.poll(60)
+            ready += compiling.finished()
+        return ready
+
+    with mock.patch.object(ConstraintCompiler, "_compile", compile_):
+        for ident in range(3):  # the same one has one thread
+            start(ident, "slow")
+        for ident in range(3, 3 + 2 * REMEMBERED):
+            start(ident, f"{ident}")
+        ready = finished(2 * REMEMBERED)
+        assert {message.ident for message, _ in ready} == set(range(3, 3 + 2 * REMEMBERED)) and len(entered) == 1
+        ran.clear()
+        for message, _ in ready:
+            compiler.compile(message.sampling["structured"])
+        assert not ran
+        start(200, "panic")
+        assert finished(1)[0][0].ident == 200
+        compiling.cancel(0)
+        let_go.set()
+        assert {message.ident for message, _ in finished(2)} == {1, 2} and not compiling.waiting
+        assert entered == [1]
+
+
+def test_a_request_cancelled_while_it_waits_is_not_compiled() -> None:
+    compiling, let_go, ran = _Compiling(), threading.Event(), []
+    for ident in range(SLOTS):
+        compiling.start(Submit(ident, [1], {}), lambda: let_go.wait(60))
+    for ident in range(10, 14):
+        compiling.start(Submit(ident, [1], {}), functools.partial(ran.append, ident))
+    for ident in (10, 11, 13):
+        assert compiling.cancel(ident)
+    let_go.set()
+    while compiling.waiting:
+        assert compiling.news.poll(60)
+        compiling.finished()
+    assert ran == [12]
 
 
 def test_templates_without_tools_get_them_as_text(server: InlineServer) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from deepspeed.errors import RequestError
+from deepspeed.inference.structured_output import LARGEST
+from deepspeed.serving import tool_calls
 from deepspeed.serving.chat_format import AnswerParser
 from deepspeed.serving.reasoning import REASONING_FORMATS, ReasoningSplitter, reasoning_format
-from deepspeed.serving.tool_calls import ForcedCallParser, ToolCallParser, tool_format
+from deepspeed.serving.tool_calls import ForcedCallParser, ToolCallParser, forced_calls, tool_format
 
 TOOLS = ("get_weather", "add")
 WEATHER, ADD = ("get_weather", {"city": 'Köln </tool_call> "x"', "days": [1, 2]}), ("add", {"a": 1, "b": None})
@@ -29,6 +34,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text, co
      '<tool_call>{"name": "other", "arguments": {}}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
      '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+     '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\\\"}}</tool_call>', "", [("add", {"a": "\\"})]),
+    ("hermes", f'<tool_call>{{"a": "{HERMES_ADD}', '<tool_call>{"a": "', [ADD]),
     ("hermes", f"<tool_call>broken</tool_call>{HERMES_ADD}", "<tool_call>broken</tool_call>", [ADD]),
     ("hermes", HERMES[:40], HERMES[:40], []),
     ("llama3_json", LLAMA, "", [ADD]),
@@ -40,9 +49,11 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text, co
     ("mistral", f"Yes.{MISTRAL}", "Yes.", [WEATHER, ADD]),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": null}[TOOL_CALLS]add{"a": 1, "b": null}', "", [ADD, ADD]),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    ("mistral", '[TOOL_CALLS][{"name": "add"}]]', "]", [("add", {})]),
     ("pythonic", '[add(a=1, b=None), get_weather(city="Köln </tool_call> \\"x\\"", days=[1, 2])]', "", [ADD, WEATHER]),
     ("pythonic", "[add(a=1, b=null)]", "", [ADD]),
     ("pythonic", "[add(1)]", "[add(1)]", []),
+    *(("pythonic", f"[add(a={value})]", f"[add(a={value})]", []) for value in ("{1, 2}", 'b"x"', "1j", "...", "1e999")),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[x](http://y) is a link", "[x](http://y) is a link", []),
     ("pythonic", "no", "no", []),
@@ -80,6 +91,64 @@ def test_calls_are_read_however_a_text_is_cut(name: str, text: str, content: str
         _, got, found = read(parser, parts(text, seed))
         assert (got, [(tool, json.loads(arguments)) for tool, arguments in found]) == (content, calls), (seed, text)
         assert parser.called == bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "part"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": "', "word "),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": "', "</tool_call>"),
+        ("hermes", "", "<tool_call>"),
+        ("hermes", "", '<tool_call>{"a": "\\\\"'),
+        ("hermes", '<tool_call>{"a": ["', "<tool_call>{ "),
+        ("llama3_json", '{"name": "add", "parameters": {"a": "', "word "),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": "', "word "),
+        ("mistral", "", "[TOOL_CALLS]"),
+    ],
+)
+def test_the_work_grows_with_the_text(name: str, begin: str, part: str) -> None:
+    """Characters that the scan passes and that JSON parses, not times, are what is counted."""
+    work, loads, structure = [0], tool_calls._loads, tool_calls._STRUCTURE
+
+    class Counted:
+        @staticmethod
+        def finditer(text: str, place: int) -> Iterator[Any]:
+            for found in structure.finditer(text, place):
+                work[0] += 1
+                yield found
+            work[0] += len(text) - place
+
+    def counted(text: str, start: int = 0) -> Any:
+        work[0] += len(text) - start
+        return loads(text, start)
+
+    with mock.patch.object(tool_calls, "_STRUCTURE", Counted), mock.patch.object(tool_calls, "_loads", counted):
+        for streamed in (True, False):
+            costs = []
+            for count in (1000, 2000):
+                work[0], parser = 0, ToolCallParser(name, TOOLS)
+                pieces = [begin, *[part] * count, '"}}]']
+                read(parser, pieces if streamed else ["".join(pieces)])
+                costs.append(work[0])
+            assert costs[1] <= 2.5 * costs[0] + 1000 and costs[1] <= 80 * len("".join(pieces)), (streamed, costs)
+
+
+def test_arguments_that_are_no_object_end_where_they_end() -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": "hi"}\n</tool_call>\n'
+    for seed in range(12):
+        found = read(ForcedCallParser("hermes", TOOLS), parts(text * 2, seed))[2]
+        assert found == [("add", '"hi"')] * 2
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_parameters_that_no_call_can_have_are_refused_by_name(name: str) -> None:
+    wrong: list[Any] = [{"type": "string"}, {"type": ["object", "null"]}]
+    wrong.append({"properties": {f"p{n}": {} for n in range(LARGEST + 1)}})
+    wrong += [{"properties": ["a"]}, {"required": 1}] if name == "pythonic" else []
+    for schema in wrong:
+        with pytest.raises(RequestError, match="^tools: .*'add'"):
+            forced_calls(name, {"add": schema}, True, json.dumps)
+    assert forced_calls(name, {"add": {"properties": {"a": {"type": "string"}}}}, True, json.dumps)
 
 
 def test_without_parallel_calls_there_is_one() -> None:
