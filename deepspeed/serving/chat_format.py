@@ -92,6 +92,8 @@ class ChatFormat:
         """Return the special token of a mark; None if it is text."""
         try:
             token = self._tokenizer.convert_tokens_to_ids(mark)
+            if self._tokenizer.convert_ids_to_tokens(token) != mark:  # the token of what is unknown
+                return None
             return token if token in getattr(self._tokenizer, "all_special_ids", ()) or self._added(token) else None
         except (AttributeError, KeyError, TypeError, ValueError):
             return None

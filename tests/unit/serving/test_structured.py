@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import re
@@ -378,6 +379,20 @@ def test_calls_are_forced_in_every_format(server: InlineServer, name: str) -> No
         answer = plain(server.post("chat/completions", body))
         assert answer["reason"] == "tool_calls" and not answer["content"], answer
         assert [set(json.loads(call["arguments"])) for call in answer["tool_calls"]] == [{"city", "day"}]
+
+
+def test_a_mark_without_a_token_is_no_special_token(server: InlineServer) -> None:
+    """A tokenizer gives its token for unknown ones, which may be special, for every mark that it lacks."""
+    from deepspeed.serving.protocol import ChatCompletionRequest
+
+    words = copy.deepcopy(server.service.tokenizer)
+    words.unk_token = "<s>"
+    assert words.convert_tokens_to_ids("<tool_call>") == words.bos_token_id
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": USER, "tools": TOOLS})
+    form = ChatFormat(words, TEMPLATE, "auto", "auto")
+    assert form.keep(request) == frozenset()
+    words.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+    assert form.keep(request) == {words.convert_tokens_to_ids("<tool_call>")}
 
 
 @pytest.mark.slow
