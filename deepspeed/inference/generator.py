@@ -111,7 +111,9 @@ class Generator:
         RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
             one page, or draft_model has another vocabulary or no speculation to serve.
         ArgumentError: lossless_weights with a model that is being trained.
-        NotAvailableError: the model's experts are divided among ranks, or draft_model cannot be batched.
+        CheckpointError: files of an adapter are missing or damaged, or do not fit the model.
+        NotAvailableError: the model's experts are divided among ranks, draft_model cannot be batched, or an adapter is
+            not supported.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from deepspeed.foundation.log import log_rank0
 ENDING, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
 ALIGNMENT, SPLIT = "general.alignment", "split.count"
 SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-# Sizes of the metadata's types by number: bytes, or a format of `struct` for those that are read here.
+# Types of the metadata by number, as formats of `struct`.
 TEXT, LIST = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -192,8 +192,8 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, 
 
     Args:
         path: the file.
-        dtype: dtype of the weights, which are dequantized to fp32 first; None: that of the matrices in the file if they
-            are bf16 or fp16, else fp32, which has the file's exact values. The log has the choice.
+        dtype: dtype of the weights, which are dequantized to fp32 first; None: that of most elements of the matrices
+            if it is bf16 or fp16, else fp32, which has the file's exact values. The log has the choice.
 
     Returns:
         (model in evaluation mode, tokenizer).
@@ -201,8 +201,8 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, 
     Raises:
         CheckpointMissingError: there is no such file.
         CheckpointCorruptError: the file is damaged or truncated.
-        NotAvailableError: it is one of several files of a model, Transformers does not read its architecture, or `gguf`
-            is not installed.
+        NotAvailableError: it is one of several files of a model, has an unknown version of GGUF, Transformers does not
+            read its architecture, or `gguf` is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

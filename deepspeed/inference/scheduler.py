@@ -71,12 +71,12 @@ class TokenSequence:
 
 
 class Scheduler:
-    """Scheduler that plans decoding sequences before sequences in prefill, and the first of each first.
+    """Scheduler that plans decoding sequences before sequences in prefill, in the order of their rank.
 
-    First is who has the lowest priority number, then the oldest. Prefill is split into chunks. Blocks are allocated
-    when tokens need them. When the pool has no block left, the last running sequence is preempted: its blocks return to
-    the pool, and the sequence returns to the queue. A waiting sequence also preempts running ones with a higher
-    priority number if it cannot be admitted beside them.
+    Those with the lowest priority number come first, then the oldest. Prefill is split into chunks. Blocks are
+    allocated when tokens need them. When the pool has no block left, the last running sequence is preempted: its
+    blocks return to the pool, and the sequence returns to the queue. A waiting sequence also preempts running ones with
+    a higher priority number if it cannot be admitted beside them.
 
     Args:
         pool: the block pool.

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.serving.ipc import Accepted, LoadAdapter, Refused, UnloadAdapter
 from deepspeed.serving.protocol import APIError
 
@@ -103,7 +103,8 @@ class ServedAdapters:
         """Load an adapter by the body of a request; returns a text for the answer.
 
         Raises:
-            APIError: status 400: the body is invalid, the name is in use, or the engine refuses the adapter.
+            APIError: status 400: the body is invalid, the name is empty or in use, or the engine refuses the adapter;
+                503: the engine has ended.
         """
         wanted = _parsed(body, LoadBody)
         if not wanted.lora_name or wanted.lora_name in (*self._taken, *self.modules):
@@ -132,7 +133,10 @@ class ServedAdapters:
             if not answer.done():
                 answer.set_result(result)
 
-        ident = self._engine.ask(message, put)
+        try:
+            ident = self._engine.ask(message, put)
+        except UsageError as error:
+            raise APIError(503, str(error), code="engine_ended") from None
         try:
             result = await answer
         finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
@@ -236,8 +237,8 @@ def _speculation(args: argparse.Namespace) -> tuple[int, str, str]:
         quantize, method = config.get("quantization", ""), config.get("method", method if model else "ngram")
     if method not in ("draft_model", "ngram") or (method == "ngram") != (not model) and args.speculative_config:
         raise ArgumentError(f'--speculative-config: method "draft_model" with a model, or "ngram"; not {method!r}')
-    if quantize not in ("", "int8", "int4"):
-        raise ArgumentError(f"--speculative-config: quantization is int8 or int4, not {quantize!r}")
+    if quantize not in (("", "int8", "int4") if model else ("",)):
+        raise ArgumentError(f"--speculative-config: quantization is int8 or int4, of a model, not {quantize!r}")
     if model and args.speculation:
         raise ArgumentError("--speculation is n-gram lookup; with --speculative-model give --num-speculative-tokens")
     if model and count < 1 or (args.speculative_config and count < 1):
@@ -273,17 +274,23 @@ def _parser() -> argparse.ArgumentParser:
         "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
     )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="folder of a Transformers model with its tokenizer, or a GGUF file")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a model and its tokenizer, its name on the Hugging Face hub, or a GGUF file",
+    )
     add("--served-model-name", action="append", nargs="+", default=[],
-        help="its names in requests, the first of which is in answers (default: the folder's)")  # fmt: skip
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="0 takes a free one")
+        help="names of the model in requests; answers have the first (default: the folder's or file's)")  # fmt: skip
+    add("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     add("--quantize", default="", choices=["", "int8", "int4"], help="pack the weights")
     add("--checkpoint", default="", help="weights in place of the folder's")
     add("--threads", type=int, default=0, help="of the engine (default: torch's choice)")
-    add("--cache-bytes", type=int, default=0, help="memory of keys and values")
-    add("--max-sequences", type=int, default=64, help="that run at once")
+    add("--cache-bytes", type=int, default=0,
+        help="of keys and values (default: enough, at most 4 GiB and a quarter of the free memory)")  # fmt: skip
+    add("--max-sequences", type=int, default=64, help="answers that are generated at once (default: 64)")
     add(
         "--max-length",
         "--max-model-len",
@@ -291,9 +298,9 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="tokens of prompt and answer (default: the model's limit)",
     )
-    add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
-    add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
-    add("--speculative-model", default="", help="folder of a draft model with the same tokens")
+    add("--max-batch-tokens", type=int, default=768, help="tokens of all requests in one pass (default: 768)")
+    add("--speculation", type=int, default=0, help="tokens proposed at a time from the text itself (default: none)")
+    add("--speculative-model", default="", help="draft model with the same tokens: as MODEL")
     add("--num-speculative-tokens", type=int, default=0, help="that the draft model proposes at a time")
     add("--speculative-config", default="", help="JSON object: model, num_speculative_tokens, method, quantization")
     add("--no-prefix-cache", action="store_true")
@@ -302,13 +309,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-lora-rank", type=int, default=0, help="of an adapter (default: any)")
     add("--enable-lora", action="store_true", help="accepted as for vLLM; adapters need no switch")
     add("--allow-runtime-lora-updating", action="store_true", help="clients may load and unload adapters")
-    add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")
-    add("--max-body", type=int, default=4 << 20, help="bytes of a request")
-    add("--max-choices", type=int, default=64, help="answers to one request")
-    add("--timeout", type=float, default=600.0, help="seconds of a request")
-    add("--step-timeout", type=float, default=60.0, help="seconds without a step after which health is 503")
-    add("--drain", type=float, default=60.0, help="seconds for running requests after SIGTERM")
-    add("--grace", type=float, default=3.0, help="seconds that /health still answers after the engine's death")
+    _add_server_options(add)
+    return parser
+
+
+def _add_server_options(add: Callable[..., Any]) -> None:
+    """Add the options of the web process."""
+    add("--max-waiting", type=int, default=128, help="answers accepted beyond those that run; then 429 (default: 128)")
+    add("--max-body", type=int, default=4 << 20, help="bytes of a request (default: 4 MiB)")
+    add(
+        "--max-choices", type=int, default=64, help="answers to one request: of all prompts, beams, texts (default: 64)"
+    )
+    add("--timeout", type=float, default=600.0, help="seconds until a request ends with 504 (default: 600)")
+    add(
+        "--step-timeout",
+        type=float,
+        default=60.0,
+        help="seconds without a step after which health is 503 (default: 60)",
+    )
+    add("--drain", type=float, default=60.0, help="seconds for running requests after SIGTERM (default: 60)")
+    add(
+        "--grace",
+        type=float,
+        default=3.0,
+        help="seconds that /health still answers after the engine's death (default: 3)",
+    )
     add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
     add("--api-key-file", default="", help="one key per line")
     add("--chat-template", default="", help="Jinja file")
@@ -317,12 +342,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--reasoning-parser", default="auto", choices=["auto", "none", *REASONING_FORMATS], help="marks of reasoning "
         "(default: the chat template's)")  # fmt: skip
     add("--enable-auto-tool-choice", action="store_true", help="as for vLLM; always on here")
-    add("--generation-config", default=FOLDERS_OWN, help="folder of the file with end tokens and defaults, or none")
+    add(
+        "--generation-config",
+        default=FOLDERS_OWN,
+        help="auto (the model's), a folder with generation_config.json, or none",
+    )
     add("--override-generation-config", default="", help="JSON object that replaces entries of that file")
-    add("--pooling", default=POOLINGS[0], choices=POOLINGS, help="of the last hidden states to embeddings")
+    add(
+        "--pooling",
+        default=POOLINGS[0],
+        choices=POOLINGS,
+        help="how an embedding is made of the last hidden states (default: mean)",
+    )
     add("--no-normalize", action="store_true", help="embeddings keep their length")
     add("--allowed-origins", action="append", default=[], help="origin of pages in a browser (CORS), or a JSON list")
     add("--allowed-methods", action="append", default=[], help="that these pages may use (default: all)")
     add("--allowed-headers", action="append", default=[], help="that these pages may send (default: all)")
     add("--allow-credentials", action="store_true", help="these pages may send cookies")
-    return parser

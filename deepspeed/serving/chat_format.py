@@ -75,8 +75,9 @@ class ChatFormat:
         own = getattr(tokenizer, "chat_template", None) or ""
         self._text = template or (own if isinstance(own, str) else " ".join(map(str, own.values())))
         self._takes_tools = "tools" in self._text
-        stated = tool_format(self._text) if self._takes_tools else "hermes"
-        self._tools = stated if tool_parser == "auto" else tool_parser
+        self._tools: Any = "hermes"  # as `_INSTRUCTIONS` say
+        if self._takes_tools:
+            self._tools = tool_format(self._text) if tool_parser == "auto" else tool_parser
         self._reasoning = reasoning_format(reasoning_parser, self._text)
 
     def keep(self, request: Any) -> frozenset[int]:
@@ -155,7 +156,8 @@ class ChatFormat:
         """Return the constraint on the answers to a request after `prompt`; None: any text.
 
         Raises:
-            APIError: status 400: an invalid constraint, or one together with a call that has to be.
+            APIError: status 400: an invalid constraint, one together with a forced call, or parameters of a tool that
+                cannot be enforced.
         """
         structured = request.constraint()
         if not isinstance(request, ChatCompletionRequest):

@@ -108,10 +108,12 @@ class EngineProcess:
         self._outbox.put(message(self._next))
         return self._next
 
-    def cancel(self, ident: int) -> None:
-        """Cancel the request with the number `ident`; a finished request is ignored."""
-        if self.live.pop(ident, None) is not None and self.alive:
+    def cancel(self, ident: int) -> bool:
+        """Cancel the request with the number `ident`; return False if it has finished or was refused."""
+        live = self.live.pop(ident, None) is not None
+        if live and self.alive:
             self._outbox.put(Cancel(ident))
+        return live
 
     async def stop(self, patience: float = 10.0) -> None:
         """Cancel all requests and end the process; it is killed if it has not ended after `patience` seconds."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server: its own, and the same under the names that vLLM's dashboards read."""
+"""Prometheus metrics of the server: its own, and others by the names that vLLM's dashboards read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenTimes:
 
 
 class VLLMMetrics:
-    """The metrics that vLLM's dashboards read, by vLLM's names and with its labels.
+    """Metrics that vLLM's dashboards read, by vLLM's names and with its labels.
 
     Args:
         registry: registry of the server's metrics.
@@ -77,7 +77,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         counter, gauge, histogram = self._maker(Counter), self._maker(Gauge), self._maker(Histogram)
         self.answers = counter("answers", "requests by endpoint and status", labelnames=("endpoint", "status"))
-        self.cancelled = counter("cancelled", "requests whose client went away")
+        self.cancelled = counter("cancelled", "requests that ended before their answers: client gone, or time over")
         self.prompt_tokens = counter("prompt_tokens", "tokens read")
         self.new_tokens = counter("generated_tokens", "tokens written")
         self.steps = counter("steps", "passes of the engine")
@@ -144,7 +144,7 @@ class Metrics:
             vllm.mean.observe((times.last - times.first) / (times.tokens - 1))
 
     def aborted(self, answers: int) -> None:
-        """Count a request whose client went away before so many of its answers were finished."""
+        """Count a request that ended before so many of its answers: its client left, or its time was over."""
         self.cancelled.inc()
         self.vllm.success["cancelled"].inc(answers)
 

@@ -7,9 +7,7 @@ from typing import Any
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.token_bytes import decode_function
 from deepspeed.serving.ipc import ScoredToken
-from deepspeed.serving.responses import ResponseChoice, TokenInfo
-
-_LOWEST = -9999.0  # log-probability of impossible tokens, since JSON has no infinity
+from deepspeed.serving.responses import LOWEST, ResponseChoice, TokenInfo
 
 
 def prompt_infos(
@@ -48,7 +46,7 @@ def prompt_logprobs(tokenizer: Any, entries: list[ScoredToken | None]) -> list[d
                 texts[token] = decode([token])
             except (IndexError, KeyError, OverflowError):  # a row of the model without a token
                 texts[token] = ""
-        return {"logprob": max(value, _LOWEST), "rank": rank, "decoded_token": texts[token]}
+        return {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": texts[token]}
 
     form: list[dict[str, Any] | None] = []
     for entry in entries:

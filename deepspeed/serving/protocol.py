@@ -188,10 +188,18 @@ class BaseRequest(ConstrainedRequest):
             if getattr(self, name) not in idle:
                 text = f"{name} is not available with use_beam_search, which follows the model's own probabilities"
                 raise APIError(400, text, name, "unsupported_parameter")
+        constrained = None if (stated := self.constraint()) is None else stated.field
+        scored = "prompt_logprobs" if self.prompt_logprobs is not None else None
+        if field := constrained or scored or self._unlike_beams():
+            raise APIError(400, f"{field} is not available with use_beam_search", field, "unsupported_parameter")
         width = self.best_of or self.n or 1
         if width < (self.n or 1):
             raise APIError(400, f"best_of {width} is less than n {self.n}", "best_of", "invalid_value")
         return width
+
+    def _unlike_beams(self) -> str | None:
+        """Return the name of a field of this kind of requests that beams do not have; None: none is set."""
+        return None
 
     def scored(self) -> int | None:
         """Return the number of alternatives per token of the prompt; None: the prompt is not scored.
@@ -273,6 +281,9 @@ class CompletionRequest(BaseRequest):
         if not prompts or not all(prompts) and any(isinstance(prompt, list) for prompt in prompts):
             raise APIError(400, f"{name}: an empty list holds nothing to go on from", name, "invalid_value")
         return prompts
+
+    def _unlike_beams(self) -> str | None:
+        return "echo" if self.echoes_logprobs() else None
 
     def echoes_logprobs(self) -> bool:
         """Return whether the answer has log-probabilities of the prompt's tokens before its own."""
@@ -469,6 +480,9 @@ class ChatCompletionRequest(BaseRequest):
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    def _unlike_beams(self) -> str | None:
+        return "tool_choice" if self.forced_tools() else None
 
     def forced_tools(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of the arguments of the tools of which one has to be called, by name; {}: of none."""

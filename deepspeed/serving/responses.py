@@ -16,7 +16,7 @@ from deepspeed.serving.ipc import ScoredToken, TokenChunk
 
 DONE = "data: [DONE]\n\n"
 _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-_LOWEST = -9999.0  # log-probability of impossible tokens, since JSON has no infinity
+LOWEST = -9999.0  # log-probability of impossible tokens, since JSON has no infinity
 
 
 def event(body: dict[str, Any]) -> str:
@@ -218,7 +218,7 @@ class ResponseFormatter:
         """Describe the tokens of one position in the form of chats."""
         names = token_names(self._tokenizer, [(token, text) for token, _, text in info.tokens])
         described: list[dict[str, Any]] = [
-            {"token": name, "logprob": None if value is None else max(value, _LOWEST), "bytes": list(text)}
+            {"token": name, "logprob": None if value is None else max(value, LOWEST), "bytes": list(text)}
             for name, (_, value, text) in zip(names, info.tokens, strict=True)
         ]
         if info.ends:

@@ -69,6 +69,7 @@ class PendingRequest:
         self._times: list[TokenTimes] = []
         self._beams, self._copies = False, 1
         self._adapter = service.adapters.of(request.model)
+        self.model = self._adapter or service.options.name  # in answers
         if isinstance(request, EmbeddingRequest):
             self._embed(prompts)
         else:
@@ -83,8 +84,7 @@ class PendingRequest:
         self._beams = request.beams() > 1  # then one request of the engine has all answers to a prompt
         self._copies = copies
         chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs()
-        name = self._adapter or service.options.name
-        self.form = ResponseFormatter(name, service.tokenizer, chat, logprobs is not None, ident)
+        self.form = ResponseFormatter(self.model, service.tokenizer, chat, logprobs is not None, ident)
         for number, prompt in enumerate(prompts):
             sampling = request.sampling(service.room(prompt, request), service.defaults)
             if (structured := service.chat.structured(request, prompt)) is not None:
@@ -173,10 +173,8 @@ class PendingRequest:
         self._service.pending.discard(self)
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
         self._idents.clear()
-        for ident in gone:
-            self._service.engine.cancel(ident)
-        if gone:
-            self._service.metrics.aborted(len(gone))
+        if cancelled := sum(self._service.engine.cancel(ident) for ident in gone):
+            self._service.metrics.aborted(cancelled)
 
     async def accepted(self) -> bool:
         """Wait until the engine has accepted every choice; returns True.
@@ -429,7 +427,7 @@ class Service:
                     choice.logprobs += logprobs
             request = call.request
             if isinstance(request, EmbeddingRequest):
-                return embedding_body(request, self.options.name, call.choices, self.options.normalize)
+                return embedding_body(request, call.model, call.choices, self.options.normalize)
             body = call.form.whole(call.choices)
             if request.prompt_logprobs is not None:
                 most = request.prompt_logprobs
@@ -441,7 +439,7 @@ class Service:
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
         """Yield server-sent events; an `APIError` becomes the last event, since the HTTP status is sent before."""
-        options = None if isinstance(call.request, EmbeddingRequest) else call.request.stream_options
+        options = call.request.stream_options  # type: ignore[union-attr]  # embeddings are not streamed
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
                 async for parts in arriving:

@@ -208,7 +208,7 @@ def _read_pythonic(text: str, final: bool, _: _CallScan) -> tuple[list[tuple[str
 
 
 _JSON_CALL = {"begin": '{"name": "', "end": "}"}
-# by names of --tool-call-parser, which are vLLM's
+# by names of --tool-call-parser: vLLM's, and `mistral_args`
 TOOL_FORMATS = {
     "hermes": ToolFormat(
         ("<tool_call>",), _read_hermes, '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n",

@@ -48,8 +48,11 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return out
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page == HOME else pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_both_sides_lose_the_same(page: Path, losses: Path) -> None:
     first = []
     for rank in range(2):

@@ -191,7 +191,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("name", "stage"), CELLS)
 def test_a_foreign_optimizer_equals_one_process(workers: Any, tmp_path: Any, name: str, stage: int) -> None:
     for values in workers(RANKS).run(train, stage, name, "", "fp32", str(tmp_path), timeout=120):

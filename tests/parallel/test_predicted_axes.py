@@ -34,7 +34,7 @@ FAST = 1
 
 def measured(name: str, config: dict[str, Any]) -> Any:
     make, batch = MODELS[name]
-    return measure_memory(make, config, batch=batch(ROWS))
+    return measure_memory(make, config, batch=batch(ROWS), updates=2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_is_predicted_of_a_mesh_is_what_lives(workers: Workers, cell: tuple
     if comm.is_initialized():  # an earlier test's: a prediction makes a world of its own
         comm.destroy_process_group()
     ends = (0, ranks - 1) if cell is not CELLS[0] else (ranks - 1,)  # a prediction takes as long as the run
-    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in ends]
+    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank, updates=2) for rank in ends]
     real = workers(ranks).run(measured, name, config, timeout=200)
     for told, found in zip(predicted, (real[rank] for rank in ends), strict=True):
         print(f"{told.peak / found.peak - 1:+.3%} of {found.peak}, {told.at_peak} for {found.at_peak}")

@@ -117,7 +117,7 @@ def resident(config: dict[str, Any], rows: int) -> tuple[int, int]:
 
 def measured(name: str, config: dict[str, Any]) -> Any:
     make, batch = MODELS[name]
-    return measure_memory(make, config, batch=batch(ROWS))
+    return measure_memory(make, config, batch=batch(ROWS), updates=2)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,9 @@ def test_what_is_predicted_is_what_lives(workers: Workers, tmp_path: Path, cell:
     config, (make, batch) = config_of(stage, dtype, varied, str(tmp_path)), MODELS[name]
     if comm.is_initialized():  # an earlier test's: a prediction makes a world of its own
         comm.destroy_process_group()
-    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in {0, ranks - 1}]
+    predicted = [
+        predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank, updates=2) for rank in {0, ranks - 1}
+    ]
     real = workers(ranks).run(measured, name, config, timeout=120)
     for told, found in zip(predicted, (real[0], real[-1]), strict=False):
         print(f"{told.peak / found.peak - 1:+.3%} of {found.peak}, {told.at_peak} for {found.at_peak}")

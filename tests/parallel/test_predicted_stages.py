@@ -71,7 +71,7 @@ FAST = 1
 
 def measured(name: str, config: dict[str, Any]) -> Any:
     make, batch = STAGED[name]
-    return measure_memory(make, config, batch=batch(ROWS))
+    return measure_memory(make, config, batch=batch(ROWS), updates=2)
 
 
 def alone() -> None:
@@ -89,7 +89,7 @@ def test_what_is_predicted_of_a_stage_is_what_lives(workers: Workers, cell: tupl
     name, ranks, stage, dtype, pipeline, varied = cell
     config, (make, batch) = config_of(stage, dtype, varied, "") | {"pipeline": pipeline}, STAGED[name]
     alone()
-    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in range(ranks)]
+    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank, updates=2) for rank in range(ranks)]
     for rank, (told, found) in enumerate(
         zip(predicted, workers(ranks).run(measured, name, config, timeout=200), strict=True)
     ):

@@ -188,6 +188,7 @@ def stage_of(kind: str, stage: int) -> int:
     return max(stage, 1) if kind == "disk" else stage
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_planted_fault_is_named(workers: Workers, tmp_path: Path, kind: str) -> None:
     number = PLANTS.index(kind)

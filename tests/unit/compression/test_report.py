@@ -49,9 +49,6 @@ def test_a_folder_is_compared_with_the_dense_one(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompressionError, match=r"config\.json"):
         report(tmp_path, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(CompressionError, match="cannot be read by plain Transformers"):
-        Exported(tmp_path)
     (tmp_path / "held.pt").write_text("no tensor")
     assert main(["report", "a", "b", "--tokens", str(tmp_path / "held.pt")]) == 1
     torch.save(torch.rand(3, 4), tmp_path / "held.pt")
@@ -67,6 +64,13 @@ def test_learned_positions_end_where_the_windows_do(tmp_path: Path) -> None:
     export(model, model.state_dict(), tmp_path)
     told = report(tmp_path, tmp_path, torch.randint(0, 60, (2, 17)))
     assert told["loss"][0] == told["loss"][1] and told["token"] > 0
+
+
+@pytest.mark.slow
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(CompressionError, match="cannot be read by plain Transformers"):
+        Exported(tmp_path)
 
 
 @pytest.mark.slow

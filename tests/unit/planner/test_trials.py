@@ -281,8 +281,8 @@ def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> 
 
 def test_what_ranks_held_is_from_before_their_end(tmp_path: Path) -> None:
     """What a rank shares with others counts more once they are gone; what it makes after its figures is no plan's."""
-    line = "import json, os, sys, time; path = sys.argv[1]; held = bytearray(64 << 20); time.sleep(1.0); "
-    line += "open(path, 'w').write(json.dumps({'latency': 1e6})); more = bytearray(512 << 20); time.sleep(1.0)"
+    line = "import json, os, sys, time; path = sys.argv[1]; held = bytearray(64 << 20); time.sleep(0.6); "
+    line += "open(path, 'w').write(json.dumps({'latency': 1e6})); more = bytearray(512 << 20); time.sleep(0.6)"
     command = Ranked(line, str(tmp_path / METRICS))
     outcome = run_trial(command, {}, tmp_path, TrialLimits(30.0, 0, exact=True))
     assert outcome.seconds == 1.0
