@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.serving.ipc import Accepted, LoadAdapter, Refused, UnloadAdapter
-from deepspeed.serving.protocol import APIError
+from deepspeed.serving.protocol import APIError, JsonBody
 
 OPTION = "--lora-modules"
 
@@ -50,29 +48,17 @@ def parse_modules(values: Sequence[str]) -> tuple[LoraModule, ...]:
     return tuple(modules.values())
 
 
-class LoadBody(BaseModel):
+class LoadBody(JsonBody):
     """Body of `POST /v1/load_lora_adapter`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
     lora_path: str
 
 
-class UnloadBody(BaseModel):
+class UnloadBody(JsonBody):
     """Body of `POST /v1/unload_lora_adapter`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
-
-
-def _parsed(body: bytes, kind: type[BaseModel]) -> Any:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "The body"
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
-        raise APIError(400, f"{where}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, code) from None
 
 
 class ServedAdapters:
@@ -106,7 +92,7 @@ class ServedAdapters:
             APIError: status 400: the body is invalid, the name is empty or in use, or the engine refuses the adapter;
                 503: the engine has ended.
         """
-        wanted = _parsed(body, LoadBody)
+        wanted = LoadBody.parse(body)
         if not wanted.lora_name or wanted.lora_name in (*self._taken, *self.modules):
             raise APIError(400, f"The name {wanted.lora_name!r} is in use", "lora_name", "invalid_value")
         # A client that leaves does not interrupt it: engine and server would disagree about the name.
@@ -119,7 +105,7 @@ class ServedAdapters:
 
     async def unload(self, body: bytes) -> str:
         """Remove an adapter; requests in progress finish with it. `APIError` (404) if there is none of this name."""
-        name = _parsed(body, UnloadBody).lora_name
+        name = UnloadBody.parse(body).lora_name
         if self.modules.pop(name, None) is None:
             raise APIError(404, f"There is no adapter {name!r}", "lora_name", "model_not_found")
         await self._ask(lambda ident: UnloadAdapter(ident, name))

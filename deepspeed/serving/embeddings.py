@@ -7,30 +7,27 @@ import math
 import struct
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from deepspeed.serving.protocol import APIError, BaseRequest, ChatMessage, CompletionRequest
+from deepspeed.serving.protocol import APIError, ChatMessage, CompletionRequest, JsonBody
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(JsonBody):
     """Body of `POST /v1/embeddings`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    parse = classmethod(BaseRequest.parse.__func__)  # type: ignore[attr-defined]
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the texts, or the token ids of each; raises `APIError` (400) if there are none."""
         return CompletionRequest.listed("input", self.input)
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(JsonBody):
     """Body of `POST /tokenize`, as of vLLM: a prompt, or messages of a chat."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -38,7 +35,6 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
-    parse = classmethod(BaseRequest.parse.__func__)  # type: ignore[attr-defined]
 
     def callable_tools(self) -> tuple[()]:
         """Return the tools of the chat: none."""
@@ -50,13 +46,11 @@ class TokenizeRequest(BaseModel):
             raise APIError(400, "prompt: give either a prompt or messages", "prompt", "invalid_value")
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(JsonBody):
     """Body of `POST /detokenize`, as of vLLM."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     tokens: list[int]
-    parse = classmethod(BaseRequest.parse.__func__)  # type: ignore[attr-defined]
 
 
 def normalized(states: list[float]) -> list[float]:

@@ -91,34 +91,10 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # nothing is padded
 
 
-class BaseRequest(ConstrainedRequest):
-    """Common fields of completion and chat requests; null has the same effect as a missing field."""
+class JsonBody(BaseModel):
+    """JSON body of a request; unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    model: str
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    ignore_eos: bool | None = False
-    min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[int] | None = None
-    use_beam_search: bool | None = False
-    best_of: int | None = Field(None, ge=1)
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @classmethod
     def parse(cls, body: bytes) -> Any:
@@ -146,6 +122,36 @@ class BaseRequest(ConstrainedRequest):
             code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
             text = "is unknown" if code == "unknown_parameter" else first["msg"]
             raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None
+
+
+class BaseRequest(JsonBody, ConstrainedRequest):
+    """Common fields of completion and chat requests; null has the same effect as a missing field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[int] | None = None
+    use_beam_search: bool | None = False
+    best_of: int | None = Field(None, ge=1)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
