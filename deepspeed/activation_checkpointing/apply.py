@@ -115,8 +115,8 @@ class Wrapping:
         if self._wants and not self._govern_transformers():
             self._wrap(blocks)
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._enter), prepend=True),
-            model.register_forward_hook(Hook(self._leave), always_call=True),
+            model.register_forward_pre_hook(Hook(self._enter, transparent=True), prepend=True),
+            model.register_forward_hook(Hook(self._leave, transparent=True), always_call=True),
         ]
 
     @staticmethod

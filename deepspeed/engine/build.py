@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -374,7 +375,7 @@ def build(
     components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
     components.ep_sizes = ep_sizes
     if wanted and config.auto_cast:
-        components.caster = InputCaster(model, wanted, low, Hook)
+        components.caster = InputCaster(model, wanted, low, functools.partial(Hook, transparent=True))
     components.add_lifecycle(model, config)
     if optimizer is not None:
         components.add_optimizer(model, optimizer, traits, config, held)

@@ -284,17 +284,22 @@ def _sizes(name: str, key: str, module: Any) -> tuple[int, int]:
 Part = tuple[slice, LoraAdapter]
 
 
-def parts_of(batch: Any) -> list[Part]:
-    """Return (rows, adapter) for each run of rows of a `RaggedBatch` with one adapter; other rows are left out."""
+def parts_of(batch: Any, own: LoraAdapter | None = None) -> list[Part]:
+    """Return (rows, adapter) for each run of rows of a `RaggedBatch` with one adapter; other rows are left out.
+
+    Args:
+        batch: the batch.
+        own: adapter of the rows that have none.
+    """
     parts: list[Part] = []
     row = 0
     for span in batch.spans:
-        end = row + len(span.tokens)
-        if span.adapter is not None:
-            if parts and parts[-1][1] is span.adapter and parts[-1][0].stop == row:
-                parts[-1] = (slice(parts[-1][0].start, end), span.adapter)
+        end, adapter = row + len(span.tokens), own if span.adapter is None else span.adapter
+        if adapter is not None:
+            if parts and parts[-1][1] is adapter and parts[-1][0].stop == row:
+                parts[-1] = (slice(parts[-1][0].start, end), adapter)
             else:
-                parts.append((slice(row, end), span.adapter))
+                parts.append((slice(row, end), adapter))
         row = end
     return parts
 

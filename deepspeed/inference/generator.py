@@ -23,6 +23,7 @@ from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapte
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
+from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -138,6 +139,7 @@ class Generator:
             if type(size) is not int or size < 1:
                 raise RequestError(f"{name} has to be at least 1, not {size!r}")
         say_untested()
+        model = trained_model(model)
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         own = length_limit(model)
         if max_length is not None and (max_length < 2 or (own is not None and max_length > own)):
@@ -146,11 +148,9 @@ class Generator:
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = self._end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
-        self._executor, self.why = select_executor(model, packed=lossless_weights)
-        self.kind = "generate" if self._executor is None else self._executor.kind
-        warn_of(model, self._executor, self.why)
-        self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
-        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
+        self._lossless = lossless_weights
+        self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
+        self._choose_executor()
         self._draft = self._make_draft(draft_model, lossless_weights)
         self._drafts = self._accepted_drafts = 0
         self._groups: WeakValueDictionary[Hashable, SequenceGroup] = WeakValueDictionary()
@@ -163,9 +163,21 @@ class Generator:
         self._arrivals = 0
         self._lock = threading.RLock()
         self._closed = False
+        self.weights = EngineWeights(model)
+        self._weights_seen = self.weights.version
         self._adapters = AdapterRegistry(model, functools.partial(why_not_adapted, self._executor))
         for name, folder in (adapters or {}).items():
             self.add_adapter(name, folder)
+
+    def _choose_executor(self) -> None:
+        """Select the executor, allocate its cache, and create the scheduler."""
+        page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, chunk = self._sizes
+        self._executor, self.why = select_executor(self.model, packed=self._lossless)
+        self.kind = "generate" if self._executor is None else self._executor.kind
+        warn_of(self.model, self._executor, self.why)
+        self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
+        self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
+        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, chunk)
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -228,6 +240,8 @@ class Generator:
         with self._lock:
             if self._closed:
                 raise UsageError("the generator is closed")
+            if not self._live:
+                self._follow_weights()
             self._check(request, tokens)
             length = len(tokens) + (0 if request.pooling else sampling.max_new_tokens)
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
@@ -299,6 +313,11 @@ class Generator:
             New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.
         """
         with self._lock:
+            if self._live and self.weights.changed():
+                raise UsageError(
+                    f"the weights have changed while {len(self._live)} requests are under way, so their answers would "
+                    "mix two versions: finish or cancel requests before the next update"
+                )
             outputs, self._ready = self._ready, []
             try:
                 with exclusive_pass(self.model):
@@ -393,8 +412,26 @@ class Generator:
                 self._ready = others + [output for output in self._ready if output.ident not in tokens]
         return [tokens[ident] for ident in idents]
 
+    @property
+    def weights_version(self) -> int:
+        """Number of changes of the weights that were seen so far; equal numbers mean equal weights."""
+        with self._lock:
+            return self._follow_weights()
+
+    def _follow_weights(self) -> int:
+        """Return the version of the weights; drop what the cache holds of earlier ones."""
+        version = self.weights.version
+        if version != self._weights_seen and not self._live:
+            self._weights_seen = version
+            cast = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None) != self._dtype
+            if cast and self._executor is not None and self._draft is None:
+                self._choose_executor()  # an engine has cast the model, whose cache gets its dtype
+                self._adapters = AdapterRegistry(self.model, functools.partial(why_not_adapted, self._executor))
+            self.refresh()
+        return version
+
     def refresh(self) -> None:
-        """Empty the prefix cache; necessary after a change of the model's weights.
+        """Empty the prefix cache. Changes of the model's weights empty it by themselves.
 
         Raises:
             UsageError: requests are unfinished.

@@ -42,8 +42,8 @@ class TrainingForward:
         self.mask: torch.Tensor | None = None
         self._runs = False
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
-            model.register_forward_hook(Hook(self._leave), always_call=True),
+            model.register_forward_pre_hook(Hook(self._enter, transparent=True), with_kwargs=True),
+            model.register_forward_hook(Hook(self._leave, transparent=True), always_call=True),
         ]
 
     def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -179,11 +179,11 @@ class ExpertLoad:
             counts = _LayerCounts(name, experts)
             self._layers.append(counts)
             if isinstance(module, TopKGate):
-                self._handles.append(module.register_forward_hook(Hook(self._after_gate(counts))))
+                self._handles.append(module.register_forward_hook(Hook(self._after_gate(counts), transparent=True)))
             else:
                 divided = isinstance(module, DividedExperts)
                 structure = module.structure if divided else next(find_experts(module))[2]
-                hook = Hook(self._before_experts(counts, structure))
+                hook = Hook(self._before_experts(counts, structure), transparent=True)
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self.names = [layer.name for layer in self._layers]
 

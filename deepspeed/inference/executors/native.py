@@ -6,7 +6,7 @@ import ctypes
 import operator
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.apply import BlockForward
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
 from deepspeed.inference.adapters import LoraAdapter
+from deepspeed.inference.executors.engine_weights import EngineWeights, is_sharded
 from deepspeed.inference.executors.native_adapters import adapted_rows, bind
 from deepspeed.inference.executors.native_experts import clear_rows, experts_of, is_mixture, routing_of
 from deepspeed.inference.executors.native_tensors import (
@@ -39,12 +41,15 @@ from deepspeed.inference.quantization.lossless_bf16 import Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.request import length_limit, packed_limit
+from deepspeed.inference.trained_lora import TrainedLora, base_of, is_lora
 from deepspeed.native import KINDS, threads
 from deepspeed.zero.parameters.parameter import is_managed
 
 LARGEST_HEAD = 512  # maximum head size of attention.cpp
 TABLE = 512  # positions per rotary call
 ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
+EMBEDDING, HEAD = -1, -2  # parts of a `Structure` besides its layers
+REQUIRE_GRADS = {"make_inputs_require_grads", "make_inputs_require_grad"}  # hooks of Transformers and PEFT
 MOVED = 32 << 20  # bytes after which freed memory is returned to the system
 FURTHEST = 1 << 17  # position at which the window is probed for models without length limit
 # Tolerances of a part's change to the residual stream: relative to its size, and to the rounding of the stream.
@@ -62,6 +67,15 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )  # fmt: skip
 
 
+def changes_its_call(module: nn.Module) -> bool:
+    """Whether hooks, or a replaced `forward`, may change what a call of a module returns."""
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(forward, BlockForward):
+        return True
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "transparent", getattr(hook, "__name__", "") in REQUIRE_GRADS) for hook in hooks)
+
+
 def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return `names`, or the name of the joined matrix if the module `owner` has one instead."""
     return (JOINED[names],) if JOINED[names] in owner._modules else names
@@ -71,49 +85,66 @@ def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 class Structure:
     """Parts of a model that the native library runs.
 
+    Parts are numbered: the decoder layers from 0, then `EMBEDDING` and `HEAD` (final norm and LM head).
+
     Args:
-        embedding: token embedding.
-        rotary: module that computes rotary cosines and sines.
+        base: model under the head.
+        lm_head: module of the head.
         blocks: decoder layers.
         layers: array of `Layer` for the native library; `FusedExecutor` sets the field `heads`.
-        norm: final norm.
-        head: LM head.
     """
 
-    embedding: nn.Module
-    rotary: nn.Module
+    base: Any
+    lm_head: Any
     blocks: list[Any]
     layers: Any
-    norm: Norm
-    head: Matrix
+    norm: Norm = field(default_factory=Norm)
+    head: Matrix = field(default_factory=Matrix)
     table: Matrix | None = None  # the embedding, if its rows can be read natively
     kind: int = 0  # dtype code of a packed table's rows
     uneven: list[nn.Module] = field(default_factory=list)  # modules with parts of matrices at uneven rows
-    experts: list[Any] = field(default_factory=list)  # arrays to which entries of `layers` point
+    experts: dict[int, Any] = field(default_factory=dict)  # arrays to which entries of `layers` point
     seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
-    # Weights among these values, and their addresses.
+    # Weights among these values, and their addresses; without those that are gathered before use.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
+    sharded: dict[int, list[Any]] = field(default_factory=dict)  # by part: parameters that are gathered before use
+    addresses: dict[int, list[int]] = field(default_factory=dict)  # of these parameters when the part was read
 
     def changed(self) -> bool:
         """Whether modules were replaced or weights were moved in memory since `Reader.read`.
 
-        Changed values need no detection, because native passes read the weights in place.
+        Changed values need no detection, because native passes read the weights in place. Parameters that are gathered
+        before use are looked at by `moved`, each time they are gathered.
         """
         for owner, before in self.seen:
             if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
                 return True
         weights, addresses = self.tensors
+        if any(map(is_sharded, weights)):  # an engine has taken them over
+            return True
         return list(map(torch.Tensor.data_ptr, weights)) != addresses
+
+    def parameters(self, part: int) -> list[Any]:
+        """Return the parameters of a part."""
+        if part == EMBEDDING:
+            return list(self.base.embed_tokens.parameters())
+        if part == HEAD:
+            return [*self.base.norm.parameters(), *self.lm_head.parameters()]
+        return list(self.blocks[part].parameters())
+
+    def moved(self, part: int) -> bool:
+        """Whether the gathered parameters of a part have other addresses than when it was read."""
+        return list(map(torch.Tensor.data_ptr, self.sharded[part])) != self.addresses[part]
 
 
 class Reader:
     """Reader that recognizes the parts of a decoder by its modules, for forward passes in the native library."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, weights: EngineWeights) -> None:
+        self.model, self._weights = model, weights
         self.seen: dict[int, dict[str, Any]] = {}
         self.uneven: list[nn.Module] = []
-        self.experts: list[Any] = []
+        self.experts: dict[int, Any] = {}
 
     def read(self) -> Structure:
         """Return the parts of the model.
@@ -130,34 +161,37 @@ class Reader:
         self._only(self.model, {prefix, "lm_head"})
         parts = self._only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
         for module in self.model.modules():
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            if changes_its_call(module):
                 raise PackingError(f"the forward of {type(module).__name__} is hooked")
         blocks = list(parts["layers"])
-        layers = (Layer * len(blocks))()
         self._see(parts["layers"]._modules)
-        for number, block in enumerate(blocks):
-            self._block(block, layers[number])
-        head = self._matrix(self.model, "lm_head")
-        norm = self._norm(base, "norm")
-        self._weight(base.embed_tokens)
-        table, kind = self.table_of(base.embed_tokens)
-        seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
-        held = {id(t): t for _, entries in seen for t in entries if isinstance(t, torch.Tensor)}
-        tensors = list(held.values()), [tensor.data_ptr() for tensor in held.values()]
-        return Structure(
-            parts["embed_tokens"],
-            parts["rotary_emb"],
-            blocks,
-            layers,
-            norm,
-            head,
-            table,
-            kind,
-            self.uneven,
-            self.experts,
-            seen,
-            tensors,
-        )
+        structure = Structure(base, self.model._modules["lm_head"], blocks, (Layer * len(blocks))())
+        for part in (EMBEDDING, HEAD, *range(len(blocks))):
+            sharded = [param for param in structure.parameters(part) if is_sharded(param)]
+            if sharded:
+                structure.sharded[part] = sharded
+            with self._weights.gathered(sharded):
+                self.read_part(structure, part)
+        structure.uneven = self.uneven
+        structure.seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
+        held = {id(t): t for _, entries in structure.seen for t in entries if isinstance(t, torch.Tensor)}
+        tensors = [tensor for tensor in held.values() if not is_sharded(tensor)]
+        structure.tensors = tensors, [tensor.data_ptr() for tensor in tensors]
+        return structure
+
+    def read_part(self, structure: Structure, part: int) -> None:
+        """Read one part of the model into `structure`; its parameters are gathered. PackingError as in `read`."""
+        if part == EMBEDDING:
+            self._weight(structure.base.embed_tokens)
+            structure.table, structure.kind = self.table_of(structure.base.embed_tokens)
+        elif part == HEAD:
+            structure.head = self._matrix(self.model, "lm_head")
+            structure.norm = self._norm(structure.base, "norm")
+        else:
+            self._block(structure.blocks[part], structure.layers[part])
+            structure.experts.update(self.experts)
+        if part in structure.sharded:
+            structure.addresses[part] = list(map(torch.Tensor.data_ptr, structure.sharded[part]))
 
     def _see(self, owner: dict[str, Any]) -> None:
         """Record a dict of modules, tensors or settings, for `Structure.changed`."""
@@ -172,11 +206,9 @@ class Reader:
                     if tensor is None:
                         continue
                     if is_managed(tensor):
-                        raise PackingError(
-                            "an engine trains its parameters, and native passes read weights in place; tokens "
-                            "are right, but slower: make the Generator of a copy of the model, or of saved weights"
-                        )
-                    if type(tensor.data) is not torch.Tensor:
+                        if home is not module:
+                            raise PackingError("an engine holds its packed matrices")
+                    elif type(tensor.data) is not torch.Tensor:
                         raise PackingError(f"{type(module).__name__} has weights that are no plain tensors")
                     self._see(held)
 
@@ -242,7 +274,7 @@ class Reader:
         if not even:
             self.uneven.append(experts)
         layer.experts.router, layer.experts.each, layer.experts.count = matrix, each, len(weight)
-        self.experts.append(each)
+        self.experts[id(mlp)] = each
         activation = self._activation(experts.act_fn)
         if len(own) > 2:
             if set(own) != {"gate", "experts", *SHARED}:
@@ -276,6 +308,9 @@ class Reader:
 
     def _matrix(self, owner: nn.Module, name: str) -> Matrix:
         module: Any = owner._modules[name]
+        if is_lora(module):  # its changes are those of `TrainedLora`
+            self._see(module._modules)
+            module = base_of(module)
         packed = isinstance(module, PackedLinear)
         if not packed and type(module).forward is not nn.Linear.forward:
             raise PackingError(f"{name} is a {type(module).__name__}")
@@ -339,6 +374,7 @@ class FusedExecutor:
         if functions() is None:
             raise PackingError("the native library is not there")
         self.plain, self.model, self.store = paged, paged.model, paged.store
+        self.weights, self._lora = EngineWeights(self.model), TrainedLora(self.model)
         self._scales = dict(paged.scales)
         self._windows = {layer: _window(rule, self.model) for layer, rule in paged.rules.items()}
         self._bound: tuple[Any, ...] = ()
@@ -347,10 +383,12 @@ class FusedExecutor:
         self.structure = self._read()
 
     def _read(self) -> Structure:
-        structure, scales = Reader(self.model).read(), self._scales
+        self.weights.look()
+        self.weights.settle()
+        structure, scales = Reader(self.model, self.weights).read(), self._scales
         if set(self.store.layers) != set(range(len(structure.blocks))) or set(scales) != set(self.store.layers):
             raise PackingError("its layers and those of its cache differ")
-        self._turn(structure.rotary, 1)
+        self._turn(structure.base.rotary_emb, 1)
         for number, layer in enumerate(structure.layers):
             keys, values = self.store.layers[number]
             _, cached, size = keys.shape
@@ -364,7 +402,20 @@ class FusedExecutor:
             layer.heads.window, layer.heads.scale = self._windows[number], scales[number]
             layer.heads.kind = KINDS[keys.dtype]
         self._bound = ()
+        self._lora.read(self.weights, structure.blocks, structure.layers)
         return structure
+
+    @contextmanager
+    def _in_memory(self, part: int) -> Iterator[None]:
+        """Context in which the parameters of a part are gathered, and `structure` has their addresses."""
+        sharded = self.structure.sharded.get(part)
+        if sharded is None:
+            yield
+            return
+        with self.weights.gathered(sharded):
+            if self.structure.moved(part):
+                Reader(self.model, self.weights).read_part(self.structure, part)
+            yield
 
     def _bind(self) -> None:
         """Set the cache pointers of all layers to the current pages."""
@@ -402,11 +453,16 @@ class FusedExecutor:
         Raises:
             RequestError: a token is outside of the embedding table.
         """
-        if self.structure.changed():
+        self.weights.settle()
+        if self.structure.changed() or self._lora.replaced():
             self._read_again()
         self.plain.store = self.store
         if not self.structure.blocks:
             return self.plain.run(batch)
+        with self.weights.one_pass() if self.structure.sharded else nullcontext():
+            return self._run(batch)
+
+    def _run(self, batch: RaggedBatch) -> torch.Tensor:
         x = self._embedded(batch)
         self.layers(batch, x, 0, len(self.structure.blocks), BOTH)
         if batch.wants_hidden:
@@ -414,9 +470,10 @@ class FusedExecutor:
         if any(span.wanted < len(span.tokens) for span in batch.spans):
             x = x[batch.wanted]
         out = x.new_empty(len(x), self.structure.head.outputs)
-        functions().ds_head(  # type: ignore[union-attr]
-            self.structure.norm, self.structure.head, x.data_ptr(), len(x), out.data_ptr(), threads()
-        )
+        with self._in_memory(HEAD):
+            functions().ds_head(  # type: ignore[union-attr]
+                self.structure.norm, self.structure.head, x.data_ptr(), len(x), out.data_ptr(), threads()
+            )
         return out
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
@@ -428,16 +485,17 @@ class FusedExecutor:
         """Return the embeddings of the batch's tokens, fp32 [rows, width]; RequestError for unknown tokens."""
         table = self.structure.table
         if table is None:
-            return self.structure.embedding(batch.tokens).float()
+            return self.structure.base.embed_tokens(batch.tokens).float()
         tokens = array("q")
         for span in batch.spans:
             tokens.extend(span.tokens)
         if not 0 <= min(tokens) <= max(tokens) < table.outputs:
             raise RequestError(f"tokens are from 0 to {table.outputs - 1}, not {min(tokens)} to {max(tokens)}")
         x = torch.empty(len(tokens), table.inputs)
-        functions().ds_rows(  # type: ignore[union-attr]
-            table, tokens.buffer_info()[0], len(tokens), self.structure.kind, x.data_ptr()
-        )
+        with self._in_memory(EMBEDDING):
+            functions().ds_rows(  # type: ignore[union-attr]
+                self.structure.table, tokens.buffer_info()[0], len(tokens), self.structure.kind, x.data_ptr()
+            )
         return x
 
     def layers(self, batch: RaggedBatch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
@@ -451,21 +509,26 @@ class FusedExecutor:
             parts: `ATTENTION`, `FEED_FORWARD` or `BOTH`.
         """
         self._bind()
-        self._turn(self.structure.rotary, max(span.end for span in batch.spans))
+        self._turn(self.structure.base.rotary_emb, max(span.end for span in batch.spans))
         spans, pages, row = array("q"), array("q"), 0
         for span in batch.spans:
             spans.extend((row, len(span.tokens), span.start, len(pages)))
             pages.extend(span.pages)
             row += len(span.tokens)
-        adapted = adapted_rows(batch, first)
+        own = self._lora.current(self.weights)
         description = Pass(
             x=x.data_ptr(), spans=spans.buffer_info()[0], pages=pages.buffer_info()[0],
             cosines=self._cosines.data_ptr(), sines=self._sines.data_ptr(),
             rows=row, sequences=len(batch.spans), page_size=batch.page_size, threads=threads(),
-            adapters=ctypes.addressof(adapted), adapted=len(adapted),
         )  # fmt: skip
-        start = ctypes.addressof(self.structure.layers[first])
-        functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
+        # Layers that are gathered before use run one by one.
+        runs = [(at, 1) for at in range(first, first + count)] if self.structure.sharded else [(first, count)]
+        for start, number in runs:
+            adapted = adapted_rows(batch, start, own)
+            description.adapters, description.adapted = ctypes.addressof(adapted), len(adapted)
+            with self._in_memory(start):
+                layers = ctypes.addressof(self.structure.layers[start])
+                functions().ds_layers(layers, number, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def bind(self, adapter: LoraAdapter) -> None:
         """Prepare an adapter for native passes; PackingError if it changes a module whose changes are not native."""

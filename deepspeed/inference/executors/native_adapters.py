@@ -82,9 +82,15 @@ def _pointers(pair: LowRankMatrices, first: int) -> LowRank:
     return LowRank(pair.down.data_ptr(), up, rank, outputs, pair.scale, KINDS[pair.down.dtype])
 
 
-def adapted_rows(batch: RaggedBatch, first: int) -> Any:
-    """Return an array of `AdaptedRows` for the adapters of a batch, whose layers begin with number `first`."""
-    parts = parts_of(batch)
+def adapted_rows(batch: RaggedBatch, first: int, own: LoraAdapter | None = None) -> Any:
+    """Return an array of `AdaptedRows` for the adapters of a batch, whose layers begin with number `first`.
+
+    Args:
+        batch: the batch.
+        first: number of the first layer.
+        own: adapter of the rows that have none, which is the model's own.
+    """
+    parts = parts_of(batch, own)
     rows = (AdaptedRows * len(parts))()
     for entry, (span, adapter) in zip(rows, parts, strict=True):
         entry.first, entry.count = span.start, span.stop - span.start

@@ -10,7 +10,8 @@ do not reshard.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,9 +42,12 @@ class Hook:
 
     Args:
         call: function to call; not traced by torch.compile.
+        transparent: whether the hook leaves the module's inputs and outputs as they are, so that code which computes
+            the same without calling the module may leave the hook out.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], transparent: bool = False) -> None:
+        self.transparent = transparent
         # torch.compile would trace the hooks of a compiled module; these run eagerly, between the compiled graphs.
         self._call = torch.compiler.disable(call)
 
@@ -51,10 +55,10 @@ class Hook:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook(_nothing)
+        return Hook(_nothing, transparent=True)
 
     def __reduce__(self) -> Any:
-        return Hook, (_nothing,)
+        return Hook, (_nothing, True)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -149,16 +153,18 @@ class ModuleHooks:
         vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
-        self.forward_hooks.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
-        self.forward_hooks.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
+        enter, leave = Hook(self._enter_root, transparent=True), Hook(self._leave_root, transparent=True)
+        self.forward_hooks.append(self.module.register_forward_pre_hook(enter, prepend=True))
+        self.forward_hooks.append(self.module.register_forward_hook(leave, always_call=True))
 
     @staticmethod
     def _no_externals() -> list[Any]:
         return []
 
     def attach_unit(self, unit: nn.Module) -> None:
-        self.forward_hooks.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
-        self.forward_hooks.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
+        before, after = Hook(self._before, transparent=True), Hook(self._after, transparent=True)
+        self.forward_hooks.append(unit.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self.forward_hooks.append(unit.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
         for handle in self.forward_hooks:
@@ -277,6 +283,30 @@ class ModuleHooks:
         self.prefetcher.gather(*groups)
         return groups
 
+    # -- passes without modules -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def pass_by_groups(self) -> Iterator[None]:
+        """Context of a pass that reads parameters without the forward of modules, by `groups_in_use`."""
+        self._enter_root(self.module, ())
+        try:
+            yield
+        finally:
+            self._leave_root(self.module, (), None)
+
+    @contextmanager
+    def groups_in_use(self, groups: Sequence[ShardGroup]) -> Iterator[None]:
+        """Context in which groups are gathered; the following ones are prefetched as for units."""
+        for group in groups:
+            group.users += 1
+        try:
+            self.prefetcher.gather(*groups)
+            yield
+        finally:
+            for group in groups:
+                group.users -= 1
+                self.prefetcher.release(group)
+
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
@@ -392,7 +422,7 @@ class DeferredAllGatherHooks:
         if self._groups and not self._hooks:
             feed_transforms(arrived, arrived)
             for unit, groups in self._units.items():
-                wait = Hook(partial(self._wait_for, groups))
+                wait = Hook(partial(self._wait_for, groups), transparent=True)
                 self._hooks.append(unit.register_forward_pre_hook(wait, prepend=True))
         return bool(self._groups)
 
