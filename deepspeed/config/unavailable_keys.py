@@ -40,7 +40,9 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 
 OUTLOOKS = (
     Outlook("expert_parallel.* use_data_before_expert_parallelism", "mixture of experts"),
-    Outlook("hybrid_engine.*", "rollouts"),
+    Outlook(
+        "hybrid_engine.inference_tp_size hybrid_engine.enable_cuda_graph", "generation over several ranks and on GPUs"
+    ),
     Outlook("data_efficiency.* curriculum_learning.*", "data efficiency"),
     Outlook(
         "zero_optimization.zero_quantized_* zero_optimization.zeropp_loco_param.* "

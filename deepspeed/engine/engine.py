@@ -51,6 +51,7 @@ from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.expert_parallel import ExpertAccessors, divide_experts_of
+from deepspeed.engine.hybrid_engine import Generation, HybridMethods
 from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
@@ -106,11 +107,15 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
     device, compression = shared("device"), shared("compression")
     _components = shared("components")
     _instruments: Instruments
+    _generation: Generation
     _axes: Any = property(lambda self: self._state.components.axes)
     _window: Any = property(lambda self: self._state.components.window)
 
     deepspeed_io = by("_feeding", TrainLoop.deepspeed_io)
     loop = by("_feeding", TrainLoop.loop)
+
+    rollout = by("_generation", Generation.rollout)
+    score = by("_generation", Generation.score)
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
@@ -154,6 +159,11 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
     def timeline(self) -> Timeline | None:
         """Return the timeline that the `timeline` block records; None until it is complete, and on all ranks but 0."""
         return self._instruments.tracing.timeline
+
+    @property
+    def weights_version(self) -> int:
+        """Return the number of changes of the weights that rollouts have seen; equal numbers mean equal weights."""
+        return self._generation.weights_version
 
     @property
     def compression_scheduler(self) -> Compression | None:
@@ -255,6 +265,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
         self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
+        self._generation = Generation(state)
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
@@ -579,6 +590,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing.stop()
         self._instruments.close()
         self._balance.close()
+        self._generation.close()
         components = self._components
         # Pending gathers must end while the owners still serve their shards, even if this raises an error later.
         lost = components.wind_up()
@@ -609,3 +621,21 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         with behind(error):
             self.destroy()
+
+
+class DeepSpeedHybridEngine(HybridMethods, DeepSpeedEngine):
+    """Engine whose `generate`, and that of its module, run over the weights in training (`hybrid_engine.enabled`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin_hybrid()
+
+    def eval(self) -> DeepSpeedHybridEngine:  # noqa: A003
+        """Switch to evaluation, and log where the time since the last call went."""
+        self.note_evaluation()
+        return super().eval()  # type: ignore[return-value]
+
+    def destroy(self) -> None:
+        """Remove the module's `generate`, then as `DeepSpeedEngine.destroy`."""
+        self._end_hybrid()
+        super().destroy()

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from deepspeed.comm.process_groups import init as comm_init
-from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.engine import DeepSpeedEngine, DeepSpeedHybridEngine
 from deepspeed.engine.logging import say_info
 from deepspeed.engine.pipeline_engine import PipelineEngine
 from deepspeed.engine.pipeline_setup import is_pipelined
@@ -61,7 +62,7 @@ def initialize(
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     say_info()
     say_untested()
-    kind = PipelineEngine if is_pipelined(model, source, mpu, mesh_param) else DeepSpeedEngine
+    kind = PipelineEngine if is_pipelined(model, source, mpu, mesh_param) else _kind_of(source)
     with suspended():
         engine = kind(
             model,
@@ -75,6 +76,11 @@ def initialize(
             mesh_param=mesh_param,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _kind_of(source: Any) -> type[DeepSpeedEngine]:
+    """Return the class of an engine without pipeline stages."""
+    return DeepSpeedHybridEngine if DeepSpeedConfig.for_init(source).top.hybrid_engine.enabled else DeepSpeedEngine
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:

@@ -19,21 +19,12 @@ from deepspeed.foundation.pytree import leaves_in, map_tensors
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
+from deepspeed.inference.native_generate import NativeGenerate
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
-from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
-from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.tensor_parallel.init import tp_model_init
-
-# Supported arguments of a call or generation config, and those without effect on greedy generation.
-_READ = {
-    "inputs", "input_ids", "attention_mask", "generation_config", "max_new_tokens", "max_length", "min_new_tokens",
-    "eos_token_id", "pad_token_id",
-}  # fmt: skip
-_IDLE = {"bos_token_id", "use_cache", "temperature", "top_k", "top_p", "transformers_version", "_from_model_config"}
-_NOTHING: tuple[Any, ...] = (None, False)  # values that request nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -353,108 +344,3 @@ class InferenceEngine(ModuleWrapper):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
-
-
-class NativeGenerate:
-    """Greedy `generate` on the native executor, for the key `replace_with_kernel_inject`."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._model: Any = generator.model
-
-    @classmethod
-    def of(cls, model: nn.Module, lossless: bool) -> NativeGenerate | None:
-        """Create the native form of a model; if it is unsupported, log the reason and return None.
-
-        Args:
-            lossless: pack bf16 matrices in 12 bits, as for the key `lossless_weights`.
-        """
-        try:
-            from deepspeed.inference.executors.native import FusedExecutor
-            from deepspeed.inference.generator import Generator
-        except ImportError as error:  # Transformers is optional for plain modules
-            warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
-            return None
-        why = "it has no generate"
-        if is_divided(model):
-            why = "its experts are divided among ranks"
-        elif callable(getattr(model, "generate", None)):
-            generator = Generator(model, prefix_cache=False, lossless_weights=lossless)
-            executor = generator._executor
-            if isinstance(executor, FusedExecutor):
-                return cls(generator)
-            why = getattr(executor, "unfused", "") or generator.why or "the native library is not there"
-            generator.close()
-        warn_once(f"init_inference: replace_with_kernel_inject: {type(model).__name__} keeps its own layers: {why}")
-        return None
-
-    def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tokens of `generate` for these arguments: prompts and answers, int64 [batch, prompt + new].
-
-        If the native executor does not support the call, log the reason and return None.
-        """
-        why = self._why_not_native(inputs, kwargs)
-        if why is not None:
-            warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
-            return None
-        ids = self._ids(inputs, kwargs)
-        mask = kwargs.get("attention_mask")
-        begins = [0] * len(ids) if mask is None else (mask.shape[1] - mask.long().sum(1)).tolist()
-        prompts = [row[begin:] for row, begin in zip(ids.tolist(), begins, strict=True)]
-        own = self._model.generation_config
-        ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
-        ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
-        size = self._generator.vocabulary  # configs of small models may name end tokens of the original's vocabulary
-        ends = tuple(end for end in ends if end >= 0 and (size is None or end < size))
-        least = self._argument("min_new_tokens", kwargs) or 0
-        new = new_tokens(ids.shape[1], kwargs, own, length_limit(self._model))
-        sampling = SamplingParams(max_new_tokens=new, min_new_tokens=least, ignore_eos=True, stop_token_ids=ends)
-        answers = self._generator.generate(prompts, sampling)
-        longest = max(map(len, answers))
-        filler = pad if pad is not None else ends[0] if ends else 0
-        rows = [tokens + [filler] * (longest - len(tokens)) for tokens in answers]
-        return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype)], dim=1)
-
-    def close(self) -> None:
-        self._generator.close()
-
-    def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:
-        config = kwargs.get("generation_config") or self._model.generation_config
-        return kwargs[name] if name in kwargs else getattr(config, name, None)
-
-    def _why_not_native(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return the reason why the native executor does not support a call; None if it does."""
-        config = kwargs.get("generation_config") or self._model.generation_config
-        if kwargs.get("do_sample", getattr(config, "do_sample", False)) not in _NOTHING:
-            return "tokens are drawn, with torch's own random numbers"
-        if kwargs.get("num_beams", getattr(config, "num_beams", 1)) not in (None, 1):
-            return "beams"
-        options = {**config.to_diff_dict(), **kwargs}
-        known = _READ | _IDLE | {"do_sample", "num_beams"}
-        others = sorted(
-            name for name, value in options.items() if name not in known and not any(value is idle for idle in _NOTHING)
-        )
-        if others or len(inputs) > 1:
-            return f"{', '.join(others[:3]) or 'several arguments without names'}"
-        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
-            return "eos_token_id is None"
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._model.modules()):
-            return "a forward is hooked"
-        ids = self._ids(inputs, kwargs)
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long or not ids.numel():
-            return "the prompts are no matrix of tokens"
-        mask = kwargs.get("attention_mask")
-        if mask is None:
-            pad = self._argument("pad_token_id", kwargs)
-            padded = pad is not None and (ids == pad).any()
-            return "prompts hold the pad token, and there is no mask" if padded else None
-        if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-            return "the mask has another shape than the prompts"
-        mask = mask.long()
-        plain = bool((mask[:, -1] == 1).all()) and bool((mask.diff(dim=1) >= 0).all()) and int(mask.min()) >= 0
-        return None if plain else "prompts are padded elsewhere than on the left"
-
-    @staticmethod
-    def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the prompts among the arguments of `generate`."""
-        return inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))

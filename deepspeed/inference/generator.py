@@ -6,7 +6,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -39,7 +38,7 @@ from deepspeed.inference.executors.select import (
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.live_sequence import LiveSequence
 from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
-from deepspeed.inference.request import Output, Request, length_limit, packed_limit
+from deepspeed.inference.request import EngineStats, Output, Request, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
@@ -49,33 +48,6 @@ __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
 CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
 DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Load of a generator: numbers of requests, of pages of the KV cache, and of preemptions and drafts so far.
-
-    Args:
-        running: requests in the batch; each beam counts.
-        waiting: requests in the queue; each beam counts.
-        free_pages: pages that can be allocated now (free ones, and evictable ones of the prefix cache).
-        pages: all pages.
-        preemptions: running requests that returned to the queue because the cache was full, or for others by priority.
-        looked_up: tokens of admitted prompts, which were looked up in the prefix cache.
-        reused: tokens among them that were found there.
-        drafts: draft tokens so far (speculative decoding).
-        accepted: those of them that were the request's own tokens.
-    """
-
-    running: int
-    waiting: int
-    free_pages: int
-    pages: int
-    preemptions: int = 0
-    looked_up: int = 0
-    reused: int = 0
-    drafts: int = 0
-    accepted: int = 0
 
 
 Load = EngineStats  # former name, still importable
@@ -177,7 +149,10 @@ class Generator:
         warn_of(self.model, self._executor, self.why)
         self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
-        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, chunk)
+        executor = self._executor
+        self._scheduler = Scheduler(
+            self.pages, lambda old, new: executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
+        )
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -241,7 +216,7 @@ class Generator:
             if self._closed:
                 raise UsageError("the generator is closed")
             if not self._live:
-                self._follow_weights()
+                self._prepare()
             self._check(request, tokens)
             length = len(tokens) + (0 if request.pooling else sampling.max_new_tokens)
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
@@ -390,33 +365,40 @@ class Generator:
             UsageError: the generator is closed.
             Exception: an error of the tokenizer, or of the model's own `generate`.
         """
-        idents = [object() for _ in prompts]
-        tokens: dict[Hashable, list[int]] = {ident: [] for ident in idents}
+        requests = [Request(object(), prompt, sampling or SamplingParams()) for prompt in prompts]
+        return [[token for output in outputs for token in output.tokens] for outputs in self.run(requests)]
+
+    def run(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """Run requests to their end and return the outputs of each. Other requests and errors as in `generate`."""
+        outputs: dict[Hashable, list[Output]] = {request.ident: [] for request in requests}
         others: list[Output] = []
         with self._lock:
             try:
-                for ident, prompt in zip(idents, prompts, strict=True):
-                    self.submit(Request(ident, prompt, sampling or SamplingParams()))
-                sequences = {ident: self._live[ident] for ident in idents}
-                while any(ident in self._live for ident in idents):
+                for request in requests:
+                    self.submit(request)
+                sequences = {ident: self._live[ident] for ident in outputs}
+                while any(ident in self._live for ident in outputs):
                     for output in self.step():
-                        if output.ident not in tokens:
-                            others.append(output)
-                            continue
-                        tokens[output.ident] += output.tokens
-                        if output.error is not None:
+                        outputs.get(output.ident, others).append(output)
+                        if output.ident in outputs and output.error is not None:
                             raise sequences[output.ident].failure or RequestError(output.error)
             finally:
-                for ident in idents:
+                for ident in outputs:
                     self.cancel(ident)
-                self._ready = others + [output for output in self._ready if output.ident not in tokens]
-        return [tokens[ident] for ident in idents]
+                self._ready = others + [output for output in self._ready if output.ident not in outputs]
+        return list(outputs.values())
 
     @property
     def weights_version(self) -> int:
         """Number of changes of the weights that were seen so far; equal numbers mean equal weights."""
         with self._lock:
             return self._follow_weights()
+
+    def _prepare(self) -> None:
+        """Before the first of several requests: follow changes of the weights, and take the cache's memory again."""
+        self._follow_weights()
+        if self._executor is not None and self._executor.store.pages < self.pages.count:
+            self._executor.store = self._executor.store.resized(self.pages.count, self.pages.size)
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
@@ -472,6 +454,13 @@ class Generator:
         with self._lock:
             self.pages.forget_tree(self._adapters.remove(name).root)
 
+    def release_cache(self) -> None:
+        """Give the memory of the KV cache back; the next request takes it again. UsageError while requests run."""
+        with self._lock:
+            self.refresh()
+            if self._executor is not None:
+                self._executor.store = self._executor.store.resized(0, self.pages.size)
+
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
         with self._lock:
@@ -482,9 +471,6 @@ class Generator:
                 self._executor.store.layers.clear()
             if self._draft is not None:
                 self._draft.close()
-
-    def _copy(self, source: int, target: int) -> None:
-        self._executor.store.copy(source, target)
 
     def _check(self, request: Request, tokens: list[int]) -> None:
         new = 0 if request.pooling else request.sampling.max_new_tokens

@@ -43,7 +43,8 @@ class LiveSequence(TokenSequence):
         self.priority, self.hidden = request.priority, request.pooling is not None
         wanted = None if self.hidden else request.sampling.prompt_logprobs
         self.own_rows = own_rows(tokens, wanted is not None, request.pooling)
-        self.score = None if wanted is None else PromptScore(tokens, wanted)
+        drawn_from = self.sampling if self.sampling.logprobs_mode == "processed" else None
+        self.score = None if wanted is None else PromptScore(tokens, wanted, drawn_from)
         self.pooled = None if request.pooling is None else PooledStates(request.pooling)
         self.embedding: list[float] | None = None
         self.new: list[int] = []

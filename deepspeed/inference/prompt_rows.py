@@ -11,7 +11,9 @@ from deepspeed.errors import RequestError
 from deepspeed.foundation.hf_forward import accepts, without_cache
 from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
+from deepspeed.inference.logprobs import log_chances
 from deepspeed.inference.request import Logprob
+from deepspeed.inference.sampling_params import SamplingParams
 
 BLOCK = 64  # rows whose log-probabilities are computed at a time
 ROWS = 1024  # rows whose logits are computed in one call of a model that cannot be batched
@@ -23,10 +25,12 @@ class PromptScore:
     Args:
         tokens: the prompt.
         most: number of most probable tokens per position.
+        sampling: the distribution whose log-probabilities these are, which have no ranks then; None: that of the
+            model's own logits.
     """
 
-    def __init__(self, tokens: Sequence[int], most: int) -> None:
-        self._tokens, self._most = list(tokens), most
+    def __init__(self, tokens: Sequence[int], most: int, sampling: SamplingParams | None = None) -> None:
+        self._tokens, self._most, self._sampling = list(tokens), most, sampling
         self.entries: list[Logprob | None] = [None]  # the first token follows nothing
 
     @property
@@ -37,10 +41,11 @@ class PromptScore:
     def add(self, logits: torch.Tensor) -> None:
         """Take the logits [rows, vocabulary] of the positions after those so far."""
         for part in logits.split(BLOCK):
-            chances = part.detach().float().cpu().log_softmax(-1)
+            part = part.detach().float().cpu()
+            chances = part.log_softmax(-1) if self._sampling is None else log_chances(part, self._sampling)
             following = torch.tensor(self._tokens[len(self.entries) : len(self.entries) + len(part)])
             values = chances.gather(1, following[:, None])
-            ranks = (chances >= values).sum(1).tolist()
+            ranks = (chances >= values).sum(1).tolist() if self._sampling is None else [0] * len(part)
             top_values, top_tokens = (top.tolist() for top in chances.topk(min(self._most, chances.shape[1])))
             rows = zip(following.tolist(), values[:, 0].tolist(), top_tokens, top_values, ranks, strict=True)
             for token, value, others, numbers, rank in rows:

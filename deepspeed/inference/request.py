@@ -219,3 +219,30 @@ class Output:
     prompt_logprobs: list[Logprob | None] | None = None
     cached_tokens: int = 0
     embedding: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Load of a generator: numbers of requests, of pages of the KV cache, and of preemptions and drafts so far.
+
+    Args:
+        running: requests in the batch; each beam counts.
+        waiting: requests in the queue; each beam counts.
+        free_pages: pages that can be allocated now (free ones, and evictable ones of the prefix cache).
+        pages: all pages.
+        preemptions: running requests that returned to the queue because the cache was full, or for others by priority.
+        looked_up: tokens of admitted prompts, which were looked up in the prefix cache.
+        reused: tokens among them that were found there.
+        drafts: draft tokens so far (speculative decoding).
+        accepted: those of them that were the request's own tokens.
+    """
+
+    running: int
+    waiting: int
+    free_pages: int
+    pages: int
+    preemptions: int = 0
+    looked_up: int = 0
+    reused: int = 0
+    drafts: int = 0
+    accepted: int = 0

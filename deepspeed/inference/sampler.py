@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from deepspeed.inference.logprobs import COLDEST, kept_chances, log_chances, truncates
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.structured_output import Matcher
-
-COLDEST = 1e-30  # lower temperatures underflow in fp32; this one is already greedy
 
 
 class Sampler:
@@ -82,7 +81,8 @@ class Sampler:
             token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
         logprob = None
         if self.sampling.logprobs is not None:
-            chances = logits.log_softmax(-1)
+            raw = self.sampling.logprobs_mode == "raw"
+            chances = logits.log_softmax(-1) if raw else log_chances(logits[None], self.sampling)[0]
             values, tokens = chances.topk(min(self.sampling.logprobs, len(chances)))
             pairs = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             logprob = Logprob(token, float(chances[token]), pairs)
@@ -129,21 +129,20 @@ class Sampler:
 
     def _drawn(self, scores: torch.Tensor) -> int:
         """Draw one token from scores [vocabulary]. Each draw uses one uniform random number, with any options."""
-        options = self.sampling
-        scores, order = scores.sort(descending=True, stable=True)
-        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # this order cannot overflow
-        if options.top_k:
-            scores = scores[: options.top_k]
-        chances = scores.softmax(-1)
-        if options.top_p < 1:  # keep the first tokens with a total of p
-            chances = chances[: int((chances.cumsum(-1) < options.top_p).sum()) + 1]
-        if options.min_p:
-            relative = options.min_p * chances[0]
-            chances = chances[chances >= relative]
-        sums = chances.double().cumsum(-1)
+        options, order = self.sampling, None
         number = torch.rand((), generator=self._generator, dtype=torch.float64)
-        place = int((sums <= number * sums[-1]).sum())
-        return int(order[min(place, len(chances) - 1)])
+        if scores.max() == torch.inf:  # by a bias
+            return int(scores.argmax())
+        if truncates(options):
+            scores, order = scores.sort(descending=True, stable=True)
+            chances = kept_chances(scores, options)
+        else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
+            chances = ((scores - scores.max()) / max(options.temperature, COLDEST)).softmax(-1)
+        sums = chances.double().cumsum(-1)
+        place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
+        if not chances[place]:  # rounded to the end of the sums: the last token that has a chance
+            place = int(chances.nonzero()[-1])
+        return place if order is None else int(order[place])
 
     @staticmethod
     def _indices(tokens: Iterable[int]) -> torch.Tensor:

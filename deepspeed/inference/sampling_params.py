@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed.errors import RequestError
 from deepspeed.inference.structured_output import StructuredOutput
 
+LOGPROBS_MODES = ("raw", "processed")
 _MOST = 3e38  # a bias must be finite in fp32
 BEAM_OPTIONS = {
     "max_new_tokens", "min_new_tokens", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "index", "beams",
@@ -40,7 +41,10 @@ class SamplingParams:
         seed: seed of this request's random generator; None: a random seed.
         index: number of this request among several with the same prompt and seed; each gets other random numbers.
         logprobs: number n of most probable tokens whose log-probabilities are returned, besides that of each chosen
-            token; computed from the model's own logits (before penalties and temperature). None is off.
+            token. None is off.
+        logprobs_mode: "raw": log-probabilities are those of the model's own logits, before penalties and temperature;
+            "processed": after temperature and truncation, which is the distribution that tokens are drawn from
+            (penalties and biases are left out; with temperature 0 those of temperature 1).
         prompt_logprobs: the same for the tokens of the prompt after the first, whose log-probabilities are those of the
             model after the tokens before them. None is off.
         stop: one or more strings that end the text, even across token boundaries; needs the generator's tokenizer.
@@ -72,6 +76,7 @@ class SamplingParams:
     seed: int | None = None
     index: int = 0
     logprobs: int | None = None
+    logprobs_mode: str = "raw"
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -92,6 +97,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_whole(name, 0)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RequestError(f"logprobs_mode is one of {', '.join(LOGPROBS_MODES)}, not {self.logprobs_mode!r}")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured has to be a StructuredOutput, not {self.structured!r:.80}")
         if self.seed is not None:

@@ -89,8 +89,8 @@ class TrainedLora:
         self._adapter, self._halves = None, {}
         if not self._layers:
             return
-        found = {name: _halves(module) for name, module in self._layers.items()}
-        self._halves = {name: halves for name, halves in found.items() if halves is not None}
+        changes = {name: _halves(module) for name, module in self._layers.items()}
+        self._halves = {name: halves for name, halves in changes.items() if halves is not None}
         self._state = self._switches()
         if not self._halves:
             return

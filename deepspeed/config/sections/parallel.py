@@ -148,14 +148,14 @@ class HybridEngine(Section):
     """Block `hybrid_engine`: training and generation with the same weights."""
 
     switch = "enabled"
-    enabled: bool = later(False, "train and generate with the same weights")
-    max_out_tokens: Int = later(512, "longest generation", ge=1)
+    enabled: bool = key(False, "generate() of the engine and its module runs over the weights in training")
+    max_out_tokens: Int = key(512, "largest number of tokens of prompt and answer, if given; else the model's", ge=1)
     inference_tp_size: Int = later(1, "ranks that share a layer in generation", ge=1)
-    release_inference_cache: bool = later(False, "free the cache after generation")
-    pin_parameters: bool = later(
-        True, "keep the gathered weights on the device for a whole generation: faster, with more memory"
+    release_inference_cache: bool = key(False, "give the memory of the KV cache back after each generation")
+    pin_parameters: bool = key(
+        True, "stage 3: gather the whole model once for a generation, instead of layer by layer in every pass"
     )
-    tp_gather_partition_size: Int = later(8, "layers gathered at a time", ge=1)
+    tp_gather_partition_size: Int = moot(8, "layers gathered at a time", "generation is not cut over ranks", ge=1)
     enable_cuda_graph: bool = later(False, "record generation as a CUDA graph")
 
 

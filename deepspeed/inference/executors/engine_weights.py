@@ -37,7 +37,7 @@ def trained_model(model: nn.Module) -> nn.Module:
         if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
             if getattr(model.active_peft_config, "is_prompt_learning", False):
                 return model
-            model = model.get_base_model()
+            model = model.get_base_model()  # type: ignore[operator]
         elif "module" in own and hasattr(type(model), "backward"):
             model = own["module"]
         else:

@@ -522,7 +522,7 @@ class FusedExecutor:
             rows=row, sequences=len(batch.spans), page_size=batch.page_size, threads=threads(),
         )  # fmt: skip
         # Layers that are gathered before use run one by one.
-        runs = [(at, 1) for at in range(first, first + count)] if self.structure.sharded else [(first, count)]
+        runs = [(layer, 1) for layer in range(first, first + count)] if self.structure.sharded else [(first, count)]
         for start, number in runs:
             adapted = adapted_rows(batch, start, own)
             description.adapters, description.adapted = ctypes.addressof(adapted), len(adapted)

@@ -1,0 +1,1 @@
+"""Rollouts: answers that a model in training generates, their log-probabilities, and losses on them."""

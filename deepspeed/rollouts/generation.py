@@ -1,0 +1,97 @@
+"""Rollouts of a generator: answers to prompts with the log-probabilities under which they were drawn, and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deepspeed.errors import RequestError
+from deepspeed.inference.generator import Generator
+from deepspeed.inference.request import Request
+from deepspeed.inference.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Answer to a prompt.
+
+    Args:
+        prompt: tokens of the prompt.
+        tokens: tokens of the answer, with the end token if there is one.
+        logprobs: log-probability of each of them, after temperature and truncation.
+        finish_reason: "stop" (an end token or stop string) or "length".
+        version: number of the weights that it was drawn from (`engine.weights_version`).
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: int
+
+
+def generate_rollouts(
+    generator: Generator, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, n: int = 1
+) -> list[Rollout]:
+    """Return `n` rollouts for each prompt, those of one prompt one after the other.
+
+    Args:
+        generator: generator over the weights.
+        prompts: tokens of each prompt.
+        sampling: options of all of them; with `seed`, every answer gets other random numbers; None: greedy, at most 128
+            tokens.
+        n: number of answers to each prompt, which is computed once.
+
+    Raises:
+        RequestError: a prompt or an option is not possible, or logits are not finite; no request stays behind.
+    """
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n, the number of answers to a prompt, has to be at least 1, not {n!r}")
+    sampling = replace(sampling or SamplingParams(), logprobs=0, logprobs_mode="processed")
+    requests = []
+    for number, prompt in enumerate(prompts):
+        group = object() if n > 1 else None
+        for sample in range(n):
+            options = replace(sampling, index=sampling.index + number * n + sample)
+            requests.append(Request(object(), list(prompt), options, group=group))
+    version = generator.weights_version
+    outputs = generator.run(requests)
+    return [
+        Rollout(
+            list(request.tokens),
+            [token for part in parts for token in part.tokens],
+            [entry.logprob for part in parts for entry in part.logprobs or ()],
+            str(parts[-1].finish_reason),
+            version,
+        )
+        for request, parts in zip(requests, outputs, strict=True)
+    ]
+
+
+def score_sequences(
+    generator: Generator, sequences: Sequence[Sequence[int]], sampling: SamplingParams | None = None
+) -> list[torch.Tensor]:
+    """Return the log-probability of each token of the sequences but the first, fp32 [length - 1] each.
+
+    A token has the same bits as when it was drawn from the same weights with the same sampling.
+
+    Args:
+        generator: generator over the weights.
+        sequences: tokens of each sequence.
+        sampling: its temperature and truncation count; None: the model's own probabilities.
+    """
+    own = sampling or SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    options = SamplingParams(
+        max_new_tokens=0, prompt_logprobs=0, logprobs_mode="processed", **{name: getattr(own, name) for name in names}
+    )
+    long = [list(tokens) for tokens in sequences]
+    requests = [Request(object(), tokens, options) for tokens in long if len(tokens) > 1]
+    scores: dict[int, list[float]] = {}
+    for request, parts in zip(requests, generator.run(requests), strict=True):
+        entries: Any = next(part.prompt_logprobs for part in parts if part.prompt_logprobs is not None)
+        scores[id(request.tokens)] = [entry.logprob for entry in entries[1:]]
+    return [torch.tensor(scores.get(id(tokens), []), dtype=torch.float32) for tokens in long]
