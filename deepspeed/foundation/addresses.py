@@ -174,6 +174,13 @@ ADDRESSES: dict[str, dict[str, str]] = {
             "DeepSpeedBF16Config=BF16 DeepSpeedFP16Config=FP16 DeepSpeedTorchAutocastConfig=TorchAutocast"
         ),
     },
+    "deepspeed.runtime.rollout": {
+        "deepspeed.rollouts.rollout_engine": (
+            "HybridEngineRollout ResponseTokenBatch RolloutBatch RolloutConfig RolloutEngine RolloutRequest "
+            "SamplingConfig build_rollout"
+        ),
+        "deepspeed.rollouts.losses": "generalized_jsd_loss",
+    },
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "deepspeed.sequence.transformers_adapter": "initialize_sequence_parallel",
