@@ -1,8 +1,8 @@
 """GRPO from random weights: `deepspeed --num_gpus 2 examples/rollouts/grpo.py --stage 3 --seed 0`.
 
-The prompt is two digits; the answer counts from the first up to the second and ends: 3 7 -> 4 5 6 7 END. Nothing shows
-the model an answer: it draws answers with its own weights, and a function rewards them. Each update is generation with
-the training engine, rewards, and one step of the policy gradient with the log-probabilities of generation itself.
+The prompt is two digits; the answer counts in steps of the first from the second, and ends: 2 3 -> 5 7 9 END. Nothing
+shows the model an answer: it draws answers with its own weights, and a function rewards them. Each update is generation
+with the training engine, rewards, and one step of the policy gradient with the log-probabilities of generation itself.
 """
 
 import argparse
@@ -23,10 +23,10 @@ END, PROMPT, LONGEST = 10, 2, 12  # the end token; tokens of a prompt; tokens of
 parser = argparse.ArgumentParser()
 parser.add_argument("--stage", type=int, default=0)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--updates", type=int, default=400)
+parser.add_argument("--updates", type=int, default=600)
 parser.add_argument("--prompts", type=int, default=16, help="prompts of a rank in each update")
 parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
-parser.add_argument("--rate", type=float, default=2e-3)
+parser.add_argument("--rate", type=float, default=5e-4)
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--output", default="runs/rollouts", help="the folder for the figures of the run")
 parser.add_argument("--local_rank", type=int, default=-1)
@@ -35,7 +35,8 @@ arguments = parser.parse_args()
 
 def reward_of(prompt, answer):
     """The share of the tokens that are right, of the longer one of answer and target."""
-    target = [*range(prompt[0] + 1, prompt[1] + 1), END]
+    step, start = prompt
+    target = [*range(start + step, 10, step), END]
     return sum(a == b for a, b in zip(answer, target, strict=False)) / max(len(answer), len(target))
 
 
@@ -70,7 +71,7 @@ engine, *_ = deepspeed.initialize(
     model_parameters=model.parameters(),
     config={
         "train_micro_batch_size_per_gpu": arguments.prompts * arguments.group,
-        "optimizer": {"type": "Adam", "params": {"lr": arguments.rate, "betas": [0.9, 0.95]}},
+        "optimizer": {"type": "Adam", "params": {"lr": arguments.rate}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": arguments.bf16},
         "zero_optimization": {"stage": arguments.stage, "stage3_param_persistence_threshold": 0},
@@ -85,8 +86,8 @@ figures |= {"generate": [], "score": [], "train": [], "largest_difference": [], 
 
 for update in range(arguments.updates):
     begin = time.perf_counter()
-    digits = torch.stack([torch.randperm(10, generator=draw)[:PROMPT] for _ in range(arguments.prompts)])
-    prompts = digits.sort(1).values.tolist()
+    steps, starts = (torch.randint(low, high, (arguments.prompts,), generator=draw) for low, high in ((1, 3), (0, 10)))
+    prompts = torch.stack([steps, starts], 1).tolist()
     seed = int(torch.randint(2**31, (), generator=draw))
     sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, seed=seed)
     rollouts = engine.rollout(prompts, sampling, n=arguments.group)
