@@ -122,7 +122,9 @@ def trainer_of(kind: str, values: dict[str, Any]) -> Any:
 
     # equal answers give no gradient: the weights change by decay alone, and Adam must not scale rounding errors up
     decay = {"weight_decay": 1.0, "adam_epsilon": 1e-2, "max_new_tokens": NEW, "max_length": 32}
-    return OnlineDPOTrainer(llama(), reward_funcs=parity, args=OnlineDPOConfig(**values | decay | GREEDY), **rest)
+    return OnlineDPOTrainer(
+        llama(), llama(), reward_funcs=parity, args=OnlineDPOConfig(**values | decay | GREEDY), **rest
+    )
 
 
 def train(kind: str, stage: int, hybrid: bool) -> GeneratingRun:
