@@ -23,7 +23,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "deepspeed.engine.initialize": "initialize add_config_arguments",
         "deepspeed.comm.process_groups.init": "init_distributed",
-        "deepspeed.engine.engine": "DeepSpeedEngine",
+        "deepspeed.engine.engine": "DeepSpeedEngine DeepSpeedHybridEngine",
         "deepspeed.engine.pipeline_engine": "PipelineEngine",
         "deepspeed.pipe": "PipelineModule",
         "deepspeed.engine.data_loading": "DeepSpeedDataLoader",
@@ -141,6 +141,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.unfused_optimizer": {
         "deepspeed.zero.optimizer.optimizer": "FP16_UnfusedOptimizer=ZeroOptimizer",
     },
+    "deepspeed.runtime.hybrid_engine": {"deepspeed.engine.engine": "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
         "deepspeed.optim.lr_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
@@ -370,7 +371,6 @@ PLACEHOLDERS: dict[str, tuple[str, str]] = {
 # Modules and names of features that are not here, and of which programs can do without: the import ends with the
 # feature's name, `hasattr` is False.
 LATER = {
-    "deepspeed.DeepSpeedHybridEngine": "the hybrid engine",
     "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers",
     "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers",
     "deepspeed.compile": "compiler passes over the graph of a step",
@@ -383,7 +383,6 @@ LATER = {
     "deepspeed.replace_transformer_layer": "policies of kernel injection",
     "deepspeed.runtime.domino": "tensor parallelism in overlapped halves",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
-    "deepspeed.runtime.hybrid_engine": "the hybrid engine",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
 }
 

@@ -34,10 +34,13 @@ class _ValuesWithGradient(torch.autograd.Function):
         results = out.flatten(0, -2)
         for start in range(0, len(rows), ROWS):  # in parts, since fp32 logits of a whole batch would be large
             part = slice(start, start + ROWS)
-            change = (log_chances(rows[part], ctx.sampling).exp() * -grads[part]).scatter_add_(
-                1, chosen[part], grads[part].float()
-            )
-            results[part] = (change / temperature).to(out.dtype)
+            scaled = grads[part].float() / temperature
+            if ctx.sampling.temperature and truncates(ctx.sampling):
+                chances = log_chances(rows[part], ctx.sampling).exp_()
+            else:
+                scores = rows[part].float()
+                chances = (scores if temperature == 1 else scores / temperature).softmax(-1)
+            results[part] = chances.mul_(-scaled).scatter_add_(1, chosen[part], scaled)
         return out, None, None, None
 
 
