@@ -140,7 +140,7 @@ def test_what_is_not_available_is_refused_by_name(config, path):
         ),
         (
             {"hybrid_engine": {"enabled": True, "enable_cuda_graph": True}},
-            "comes with generation over ranks and on GPUs",
+            "comes with generation over several ranks and on GPUs",
         ),
         ({"sparse_attention": {"mode": "fixed"}}, "is not available yet: comes with science and sparse blocks"),
         ({"datastates_ckpt": {"a": 1}}, "is refused for good: asynchronous, atomic saves are built in"),
