@@ -46,7 +46,10 @@ class PromptScore:
             following = torch.tensor(self._tokens[len(self.entries) : len(self.entries) + len(part)])
             values = chances.gather(1, following[:, None])
             ranks = (chances >= values).sum(1).tolist() if self._sampling is None else [0] * len(part)
-            top_values, top_tokens = (top.tolist() for top in chances.topk(min(self._most, chances.shape[1])))
+            if self._most:
+                top_values, top_tokens = (top.tolist() for top in chances.topk(min(self._most, chances.shape[1])))
+            else:
+                top_values = top_tokens = [[]] * len(part)
             rows = zip(following.tolist(), values[:, 0].tolist(), top_tokens, top_values, ranks, strict=True)
             for token, value, others, numbers, rank in rows:
                 self.entries.append(Logprob(token, value, tuple(zip(others, numbers, strict=True)), rank))
