@@ -2,8 +2,8 @@
 two ranks `deepspeed --num_gpus 2 --module benchmarks.rollouts --tables stages`.
 
 - `cost`: forward and backward of a policy gradient on 16 answers of 64 tokens with torch's own log-probabilities
-  ("plain"), with those of the rollout ("reused", bar 1.05 of plain), and with those of a score made for the step ("anew",
-  bar 1.35).
+  ("plain"), with those of the rollout ("reused", bar 1.05 of plain), and with those of a score made for the step
+  ("anew", bar 1.35).
 - `speed`: 16 greedy answers of 64 tokens: Transformers' `generate` on the engine's module, and `engine.generate` (bar
   0.30 of it), at stage 0.
 - `stages`: the same by engines of stages 0 and 3 of two ranks that alternate, with `pin_parameters` (bar 1.25) and

@@ -149,9 +149,8 @@ class Generator:
         warn_of(self.model, self._executor, self.why)
         self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
-        executor = self._executor
         self._scheduler = Scheduler(
-            self.pages, lambda old, new: executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
+            self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
@@ -324,6 +323,15 @@ class Generator:
             self._forget(sequence)
             self._ready.append(sequence.output())
             return True
+
+    def cancel_all(self) -> list[Hashable]:
+        """Cancel all unfinished requests and drop their outputs; returns their ids."""
+        with self._lock:
+            idents = list(self._live)
+            for ident in idents:
+                self.cancel(ident)
+            self._ready = [output for output in self._ready if output.ident not in idents]
+            return idents
 
     @property
     def packed_length(self) -> int | None:

@@ -61,6 +61,19 @@ def _halves(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | Non
     return module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]), False
 
 
+def change_of(module: Any) -> torch.Tensor | None:
+    """Return what a LoRA layer adds to its weight now, fp32 [outputs, inputs]; None if nothing.
+
+    Its matrices are in memory.
+    """
+    halves = _halves(module)
+    if halves is None:
+        return None
+    a, b, scale, transposed = halves
+    a, b = a.detach().float(), b.detach().float()
+    return ((a @ b).T if transposed else b @ a) * scale
+
+
 class TrainedLora:
     """The low-rank changes of a model's own LoRA layers, as an adapter of native passes.
 

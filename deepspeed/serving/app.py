@@ -53,6 +53,8 @@ class Endpoints:
         if options.allow_runtime_lora_updating:
             app.post("/v1/load_lora_adapter")(self._load_adapter)
             app.post("/v1/unload_lora_adapter")(self._unload_adapter)
+        if options.engine.weight_updates:
+            app.post("/update_weights")(self._update_weights)
         app.get("/ping")(self._health)
         app.post("/ping")(self._health)
         app.get("/version")(self._version)
@@ -103,6 +105,10 @@ class Endpoints:
     async def _unload_adapter(self, request: Request) -> Response:
         self._check_key(request)
         return Response(await self._service.adapters.unload(await self._body(request)), media_type="text/plain")
+
+    async def _update_weights(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse(await self._service.weights.update(await self._body(request)))
 
     async def _models(self, request: Request) -> Response:
         self._check_key(request)

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class EngineOptions:
         max_batch_tokens: maximum number of tokens in a forward pass.
         speculation: maximum number of draft tokens per sequence and pass; 0: no speculation.
         prefix_cache: whether KV cache pages of equal prefixes are shared.
+        weight_updates: whether clients may replace the weights, which stay unpacked then.
         lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
         generation_config: source of end tokens and sampling defaults: "auto" (the model's folder), "none" or "vllm", or
             a folder with a generation_config.json.
@@ -65,6 +66,7 @@ class EngineOptions:
     speculation: int = 0
     prefix_cache: bool = True
     lossless_weights: bool = True
+    weight_updates: bool = field(default=False, kw_only=True)
     generation_config: str = FOLDERS_OWN
     override_generation_config: str = ""
     speculative_model: str = ""
@@ -167,6 +169,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         args.max_sequences, args.max_length, args.max_batch_tokens, speculation, not args.no_prefix_cache,
         not args.no_lossless_weights, args.generation_config, args.override_generation_config, draft, draft_quantize,
         parse_modules([value for values in args.lora_modules for value in values]), args.max_lora_rank,
+        weight_updates=args.allow_weight_updates,
     )  # fmt: skip
     names = list(dict.fromkeys(name for several in args.served_model_name for name in several))
     if not all(names):
@@ -304,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-speculative-tokens", type=int, default=0, help="that the draft model proposes at a time")
     add("--speculative-config", default="", help="JSON object: model, num_speculative_tokens, method, quantization")
     add("--no-prefix-cache", action="store_true")
+    add("--allow-weight-updates", action="store_true", help="clients on this machine may replace the weights")
     add("--no-lossless-weights", action="store_true", help="keep bf16 matrices as they are, not in 12 bits")
     add(OPTION, nargs="+", action="append", default=[], help="LoRA adapters: name=folder, or a JSON object")
     add("--max-lora-rank", type=int, default=0, help="of an adapter (default: any)")

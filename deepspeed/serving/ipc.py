@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
+from deepspeed.inference.shared_tensors import SharedTensor
 from deepspeed.serving.generation_defaults import GenerationDefaults
 
 
@@ -40,6 +41,17 @@ class UnloadAdapter:
 
     ident: int
     name: str
+
+
+@dataclass(frozen=True)
+class ChangeWeights:
+    """Message number `ident` of an update of the weights, as in `UpdateBody`; answer: `Accepted` or `Refused`."""
+
+    ident: int
+    action: str
+    mode: str
+    shared_memory: str
+    tensors: tuple[SharedTensor, ...]
 
 
 @dataclass(frozen=True)
@@ -84,9 +96,13 @@ class Failed:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Report that the request with the number `ident` is in the queue, or an adapter loaded or removed."""
+    """Report that the request with the number `ident` is in the queue, or a change of adapters or weights is done.
+
+    `version` is the number of updates of the weights so far; those that a request starts with are those of its answer.
+    """
 
     ident: int
+    version: int = 0
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,10 @@ class ResponseFormatter:
         self.ident = f"{'chatcmpl' if chat else 'cmpl'}-{ident or uuid.uuid4().hex}"
         self._head = {"id": self.ident, "created": int(time.time()), "model": model}
 
+    def say_version(self, version: int) -> None:
+        """Put the number of updates of the weights into all bodies of this answer, as `weights_version`."""
+        self._head["weights_version"] = version
+
     def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """Return the response with all finished choices, for a request without streaming."""
         bodies = []

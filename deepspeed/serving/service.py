@@ -23,6 +23,7 @@ from deepspeed.serving.metrics import Metrics, TokenTimes
 from deepspeed.serving.prompt_logprobs import attach, prompt_infos
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, answer_error, check_tokens
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
+from deepspeed.serving.weight_updates import WeightUpdates
 
 _group_numbers = itertools.count()
 _LONG = 20_000  # characters or tokens from which something is computed in a thread
@@ -149,6 +150,8 @@ class PendingRequest:
                 self._service.metrics.chunk(self._times[index], message, prompt)
             if isinstance(message, Accepted):
                 self._accepted.update(range(index, index + answers))
+                if self._service.options.engine.weight_updates and self.pooling is None:
+                    self.form.say_version(message.version)
             elif isinstance(message, TokenChunk) and message.beams:
                 self._arrived += zip(range(index, index + answers), message.beams, strict=False)
             else:
@@ -222,7 +225,8 @@ class PendingRequest:
         if message is None:
             raise APIError(500, "the engine has ended", code="engine_ended")
         if isinstance(message, Refused):
-            raise APIError(500 if message.code == "model_error" else 400, message.reason, code=message.code)
+            status = {"model_error": 500, "weights_updated": 503}.get(message.code, 400)
+            raise APIError(status, message.reason, code=message.code)
         if message.error is not None:
             raise APIError(500, message.error, code="model_error")
         return message
@@ -240,6 +244,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
+        self.weights = WeightUpdates(engine)
         self.adapters = ServedAdapters(options.engine.lora_modules, options.names, engine)
         parsers = options.tool_call_parser, options.reasoning_parser
         self.chat = ChatFormat(tokenizer, options.chat_template, *parsers)

@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import ArgumentError, DeepSpeedError, LengthError, RequestError
+from deepspeed.errors import ArgumentError, DeepSpeedError, LengthError, RequestError, UsageError
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.generation_defaults import ENDS, read_defaults
 from deepspeed.serving.ipc import (
     Accepted,
     Cancel,
+    ChangeWeights,
     Failed,
     LoadAdapter,
     Ready,
@@ -35,6 +36,7 @@ from deepspeed.serving.ipc import (
     UnloadAdapter,
 )
 
+ABORTED = "weights_updated"  # code of requests that an update of the weights has ended
 BEAT = 0.5  # seconds between heartbeats without work
 
 
@@ -203,6 +205,7 @@ class _Engine:
     def __init__(self, options: EngineOptions, pipe: Connection) -> None:
         from deepspeed.foundation.transformers_model import vocabulary_size
         from deepspeed.inference.generator import Generator
+        from deepspeed.inference.weight_stream import WeightUpdate
 
         model, tokenizer = load(options)
         size, of_class = vocabulary_size(model, decoder=True), getattr(model.config, ENDS, None)
@@ -223,8 +226,11 @@ class _Engine:
             prefix_cache=options.prefix_cache,
             speculation=options.speculation,
             draft_model=load_draft(options, tokenizer),
-            lossless_weights=options.lossless_weights,
+            lossless_weights=options.lossless_weights and not options.weight_updates,
         )
+        self.updates = WeightUpdate(self.generator)
+        self._held: list[Submit] = []  # requests that came during an update of the weights
+        self._beginning: ChangeWeights | None = None
         self.max_rank = options.max_lora_rank or None
         for module in options.lora_modules:
             self.generator.add_adapter(module.name, module.path, self.max_rank)
@@ -239,11 +245,12 @@ class _Engine:
         """Read messages, run a step and report the step, until `Stop` arrived and all requests have ended."""
         while True:
             self._take()
+            self._follow_update()
             if not self.generator.idle:
                 outputs = self.generator.step()
                 self.steps += 1
                 self._report(outputs, idle=False)
-            elif self.ending and not self.compiling.waiting:
+            elif self.ending and not self.compiling.waiting and not self._held:
                 self.generator.close()
                 return
             else:
@@ -268,10 +275,13 @@ class _Engine:
                 else:
                     self.compiling.start(message, functools.partial(constraints.prepare, structured))
             elif isinstance(message, Cancel):
+                self._held = [held for held in self._held if held.ident != message.ident]
                 if not self.compiling.cancel(message.ident):
                     self.generator.cancel(message.ident)
             elif isinstance(message, LoadAdapter | UnloadAdapter):
                 self._change_adapters(message)
+            elif isinstance(message, ChangeWeights):
+                self._change_weights(message)
             elif isinstance(message, Stop):
                 self.ending = True
 
@@ -279,6 +289,9 @@ class _Engine:
         from deepspeed.inference.request import Request
         from deepspeed.inference.sampling_params import SamplingParams
 
+        if self.updates.active:
+            self._held.append(message)
+            return
         try:
             sampling = SamplingParams(**message.sampling)
             how = {name: getattr(message, name) for name in ("group", "adapter", "priority", "pooling")}
@@ -291,7 +304,45 @@ class _Engine:
         except Exception as error:  # errors of the tokenizer or the model must not affect other requests
             self.pipe.send(Refused(message.ident, f"{type(error).__name__}: {error}", "model_error"))
         else:
-            self.pipe.send(Accepted(message.ident))
+            self.pipe.send(Accepted(message.ident, self.updates.version))
+
+    def _change_weights(self, message: ChangeWeights) -> None:
+        """Carry out a message of an update; the answer to "begin" comes when no request runs (`_follow_update`)."""
+        try:
+            if message.action == "begin":
+                self.updates.begin()
+                self._beginning = message
+                live: list[Any] = self.generator.cancel_all() if message.mode == "abort" else []
+                for ident in live:
+                    self.pipe.send(Refused(ident, "ended for an update of the server's weights", ABORTED))
+                return
+            if message.action == "tensors":
+                self.updates.copy(message.shared_memory, message.tensors)
+            else:
+                self.updates.end()
+                self._resubmit()
+        except DeepSpeedError as error:
+            self.pipe.send(Refused(message.ident, str(error)))
+        else:
+            self.pipe.send(Accepted(message.ident, self.updates.version))
+
+    def _follow_update(self) -> None:
+        """Answer "begin" once no request runs; go on if the sender of an update is silent."""
+        if self._beginning is not None and self.updates.ready:
+            self.pipe.send(Accepted(self._beginning.ident, self.updates.version))
+            self._beginning = None
+        try:
+            if self.updates.given_up():
+                self._resubmit()
+        except UsageError as error:  # a mixture of weights answers nothing
+            for held in self._held:
+                self.pipe.send(Refused(held.ident, str(error), ABORTED))
+            self._held = []
+
+    def _resubmit(self) -> None:
+        held, self._held = self._held, []
+        for message in held:
+            self._submit(message)
 
     def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
         try:

@@ -67,6 +67,10 @@ class EngineWeights:
         self._plain = [param for param in self._params if not is_sharded(param)]
         self._groups = groups_of(self._params)
 
+    def forget(self) -> None:
+        """Drop the references to the parameters, which are about to be replaced; `look` finds the new ones."""
+        self._params, self._plain, self._groups = [], [], []
+
     @property
     def sharded(self) -> list[ShardGroup]:
         """Groups that are gathered before use (stage 3)."""
@@ -74,7 +78,7 @@ class EngineWeights:
 
     def _observed(self) -> Any:
         # A sum of addresses shows `param.data = …`, which changes no version counter.
-        versions = sum(map(operator.attrgetter("_version"), self._plain))
+        versions = sum(param._version for param in self._plain if not param.is_inference())
         places = sum(map(torch.Tensor.data_ptr, self._plain)) if not self._on_meta() else 0
         return versions, places, sum(group.changes for group in self._groups), len(self._params)
 

@@ -553,6 +553,7 @@ class FusedExecutor:
             ArgumentError: a parameter belongs to an engine or has a gradient.
         """
         self.structure.seen, self.structure.tensors = [], ([], [])  # would keep the unpacked weights
+        self.weights.forget()
         try:
             pack_lossless(self.model, self.structure.uneven)
         finally:

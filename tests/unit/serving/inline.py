@@ -67,6 +67,8 @@ class InlineServer:
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.thread.start()
         assert self.up.wait(60 * PATIENCE)
+        while self.thread.is_alive() and not self.server.started:  # it does not listen before
+            time.sleep(0.01)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
