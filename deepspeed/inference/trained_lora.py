@@ -6,7 +6,6 @@ the fly, as the layer's own forward does. W itself is never changed, so a step o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 from deepspeed.errors import PackingError
 from deepspeed.inference.adapters import LoraAdapter, LowRankMatrices
-from deepspeed.inference.executors.engine_weights import EngineWeights, groups_of, is_sharded
+from deepspeed.inference.executors.engine_weights import EngineWeights, groups_of, is_sharded, version_of
 from deepspeed.inference.executors.native_adapters import bind
 
 CHAT = ("lora_right_weight", "lora_left_weight", "lora_scaling")  # attributes of DeepSpeed-Chat's layer
@@ -143,7 +142,7 @@ class TrainedLora:
 
     def _versions(self) -> Any:
         params = list(self._parameters())
-        plain = map(operator.attrgetter("_version"), (param for param in params if not is_sharded(param)))
+        plain = map(version_of, (param for param in params if not is_sharded(param)))
         return sum(plain), sum(group.changes for group in groups_of(params)), list(map(id, params))
 
     @torch.no_grad()

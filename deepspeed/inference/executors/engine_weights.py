@@ -20,6 +20,14 @@ def is_sharded(param: Any) -> bool:
     return is_managed(param) and param._ds_member.group.policy.gathers_before_use
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place that torch has counted; 0 if it counts none (inference mode)."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
 def groups_of(params: Iterable[Any]) -> list[ShardGroup]:
     """Return the groups of those parameters that an engine or `zero.Init` holds, each once."""
     groups = {id(param._ds_member.group): group_of(param._ds_member) for param in params if is_managed(param)}
@@ -78,7 +86,7 @@ class EngineWeights:
 
     def _observed(self) -> Any:
         # A sum of addresses shows `param.data = …`, which changes no version counter.
-        versions = sum(param._version for param in self._plain if not param.is_inference())
+        versions = sum(map(version_of, self._plain))
         places = sum(map(torch.Tensor.data_ptr, self._plain)) if not self._on_meta() else 0
         return versions, places, sum(group.changes for group in self._groups), len(self._params)
 
