@@ -233,7 +233,12 @@ def by_names(stage: int, pinned: bool) -> list[str]:
         wrong.append("beams")
     with raises(LengthError, "limit of 40"):
         engine.generate(ids + 1, max_new_tokens=37)
-    if rank == 0 and engine.rollout([]) or rank == 1 and len(engine.rollout([[4, 5]], SamplingParams(max_new_tokens=4))) != 1:
+    if (
+        rank == 0
+        and engine.rollout([])
+        or rank == 1
+        and len(engine.rollout([[4, 5]], SamplingParams(max_new_tokens=4))) != 1
+    ):
         wrong.append("a rank without prompts")
     train(engine, 1, 1)
     if [group.name for group in engine._components.groups if group.users]:
