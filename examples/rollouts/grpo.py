@@ -80,7 +80,14 @@ engine, *_ = deepspeed.initialize(
 )
 rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 draw = torch.Generator().manual_seed(1000 * arguments.seed + rank)
-figures = {"stage": arguments.stage, "seed": arguments.seed, "bf16": arguments.bf16, "rewards": [], "losses": []}
+figures = {
+    "stage": arguments.stage,
+    "seed": arguments.seed,
+    "bf16": arguments.bf16,
+    "rewards": [],
+    "losses": [],
+    "norms": [],
+}
 figures |= {"generate": [], "score": [], "train": [], "largest_difference": [], "first_tokens": []}
 
 for update in range(arguments.updates):
@@ -110,6 +117,7 @@ for update in range(arguments.updates):
         figures["largest_difference"].append(mismatch(own, values, mask).largest)
     figures["rewards"].append(mean(rewards.mean()))
     figures["losses"].append(mean(loss.detach()))
+    figures["norms"].append(float(engine.get_global_grad_norm()))
     for name, seconds in (("generate", generated - begin), ("score", scored - generated), ("train", trained - scored)):
         figures[name].append(seconds)
     if update < 5:

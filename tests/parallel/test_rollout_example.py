@@ -1,4 +1,4 @@
-"""`examples/rollouts/grpo.py` learns its task, at stages 0 and 3 by the same first updates; `draw.py` draws the runs."""
+"""`examples/rollouts/grpo.py` learns its task, at stages 0 and 3 by the same first updates, and `draw.py` draws it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_the_example_learns_alike_at_stages_0_and_3(tmp_path: Path, seed: int) -
         assert figures["rewards"][0] <= 0.2 and mean(figures["rewards"][-10:]) >= 0.8, figures["rewards"]
     assert plain["first_tokens"] == sharded["first_tokens"] and len(plain["first_tokens"]) == 5
     assert plain["losses"][:5] == pytest.approx(sharded["losses"][:5], abs=1e-6)
+    assert plain["norms"][:5] == pytest.approx(sharded["norms"][:5], rel=1e-5) and min(plain["norms"][:5]) > 0
     assert mean(plain["rewards"][-10:]) == pytest.approx(mean(sharded["rewards"][-10:]), abs=0.05)
     said = run(tmp_path, str(EXAMPLE / "draw.py"), "--runs", str(tmp_path), "--output", str(tmp_path / "grpo.png"))
     assert said.count("reward 0.") == 2 and (tmp_path / "grpo.png").stat().st_size > 10_000
