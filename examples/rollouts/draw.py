@@ -38,7 +38,8 @@ for at, stage in enumerate(stages):
     for part, color in PARTS.items():
         height = 1000 * mean(median(run[part]) for run in runs if run["stage"] == stage)
         times.bar(at, height, bottom=bottom, color=color, label=part if at == 0 else None)
-        times.text(at, bottom + height / 2, f"{height:.0f}", ha="center", va="center", fontsize=8)
+        if height > 10:
+            times.text(at, bottom + height / 2, f"{height:.0f}", ha="center", va="center", fontsize=8)
         bottom += height
 times.set_xticks(range(len(stages)), [f"stage {stage}" for stage in stages])
 times.set(ylabel="ms an update (median)", title="Where the time goes")

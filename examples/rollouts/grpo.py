@@ -1,8 +1,8 @@
 """GRPO from random weights: `deepspeed --num_gpus 2 examples/rollouts/grpo.py --stage 3 --seed 0`.
 
-The prompt is two digits; the answer counts in steps of the first from the second, and ends: 2 3 -> 5 7 9 END. Nothing
-shows the model an answer: it draws answers with its own weights, and a function rewards them. Each update is generation
-with the training engine, rewards, and one step of the policy gradient with the log-probabilities of generation itself.
+The prompt is a few digits; the answer counts on from the last, and 0 follows 9: 3 1 7 -> 8 9 0 1 2 3 4 5. Nothing shows
+the model an answer: it draws answers with its own weights, and a function rewards them. Each update is generation with
+the training engine, rewards, and one step of the policy gradient with the log-probabilities of generation itself.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from deepspeed.inference import SamplingParams
 from deepspeed.rollouts.logprobs import exact_logprobs
 from deepspeed.rollouts.losses import grpo_advantages, grpo_loss, mismatch
 
-END, PROMPT, LONGEST = 10, 2, 12  # the end token; tokens of a prompt; tokens of an answer at most
+PROMPT, ANSWER = 3, 8  # digits
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--stage", type=int, default=0)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--updates", type=int, default=600)
-parser.add_argument("--prompts", type=int, default=16, help="prompts of a rank in each update")
+parser.add_argument("--updates", type=int, default=150)
+parser.add_argument("--prompts", type=int, default=8, help="prompts of a rank in each update")
 parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
-parser.add_argument("--rate", type=float, default=5e-4)
+parser.add_argument("--rate", type=float, default=1e-3)
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--output", default="runs/rollouts", help="the folder for the figures of the run")
 parser.add_argument("--local_rank", type=int, default=-1)
@@ -34,10 +34,9 @@ arguments = parser.parse_args()
 
 
 def reward_of(prompt, answer):
-    """The share of the tokens that are right, of the longer one of answer and target."""
-    step, start = prompt
-    target = [*range(start + step, 10, step), END]
-    return sum(a == b for a, b in zip(answer, target, strict=False)) / max(len(answer), len(target))
+    """The share of the digits that are one more than the digit before."""
+    before = [prompt[-1], *answer]
+    return sum(digit == (last + 1) % 10 for last, digit in zip(before, answer, strict=False)) / ANSWER
 
 
 def padded(rows, value=0):
@@ -55,14 +54,14 @@ def mean(value):
 torch.manual_seed(arguments.seed)
 model = LlamaForCausalLM(
     LlamaConfig(
-        vocab_size=11,
+        vocab_size=10,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
         bos_token_id=None,
-        eos_token_id=END,
+        eos_token_id=None,
         pad_token_id=None,
     )
 )
@@ -81,15 +80,21 @@ engine, *_ = deepspeed.initialize(
 )
 rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 draw = torch.Generator().manual_seed(1000 * arguments.seed + rank)
-figures = {"stage": arguments.stage, "seed": arguments.seed, "bf16": arguments.bf16, "rewards": [], "losses": []}
+figures = {
+    "stage": arguments.stage,
+    "seed": arguments.seed,
+    "bf16": arguments.bf16,
+    "rewards": [],
+    "losses": [],
+    "norms": [],
+}
 figures |= {"generate": [], "score": [], "train": [], "largest_difference": [], "first_tokens": []}
 
 for update in range(arguments.updates):
     begin = time.perf_counter()
-    steps, starts = (torch.randint(low, high, (arguments.prompts,), generator=draw) for low, high in ((1, 3), (0, 10)))
-    prompts = torch.stack([steps, starts], 1).tolist()
+    prompts = torch.randint(10, (arguments.prompts, PROMPT), generator=draw).tolist()
     seed = int(torch.randint(2**31, (), generator=draw))
-    sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, seed=seed)
+    sampling = SamplingParams(max_new_tokens=ANSWER, temperature=1.0, seed=seed)
     rollouts = engine.rollout(prompts, sampling, n=arguments.group)
     generated = time.perf_counter()
 
@@ -112,6 +117,7 @@ for update in range(arguments.updates):
         figures["largest_difference"].append(mismatch(own, values, mask).largest)
     figures["rewards"].append(mean(rewards.mean()))
     figures["losses"].append(mean(loss.detach()))
+    figures["norms"].append(float(engine.get_global_grad_norm()))
     for name, seconds in (("generate", generated - begin), ("score", scored - generated), ("train", trained - scored)):
         figures[name].append(seconds)
     if update < 5:

@@ -169,3 +169,38 @@ def test_wrong_options_are_refused_by_name() -> None:
         rollout.ResponseTokenBatch.from_rollout(
             generated({5: [8]}, [5])
         ).select_causal_logits(torch.zeros(1, 5, 3))  # fmt: skip
+
+
+def test_a_training_engine_answers_with_its_own_weights(alone: None) -> None:
+    """Greedy answers are those of Transformers, with the scores of the same weights; after an update a new version."""
+    import deepspeed
+    from tests.unit.inference.toys import alone as greedy
+    from tests.unit.inference.toys import llama
+
+    model, prompts = llama(eos_token_id=None), [[5, 9], [7, 3, 11, 4]]
+    wanted = [greedy(model, prompt, 6) for prompt in prompts]
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "hybrid_engine": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        made = rollout.build_rollout(rollout.RolloutConfig(), engine, tokenizer(eos=None))
+        sampling = rollout.SamplingConfig(6, temperature=0.0, n_samples_per_prompt=2)
+        batch = made.generate(request(*prompts), sampling)
+        tokens = rollout.ResponseTokenBatch.from_rollout(batch)
+        answers = [row[mask].tolist() for row, mask in zip(tokens.targets, tokens.response_mask, strict=True)]
+        assert answers == [wanted[0], wanted[0], wanted[1], wanted[1]]
+        scored = engine.score([prompts[0] + wanted[0]])[0][len(prompts[0]) - 1 :]
+        assert torch.equal(tokens.logprobs[0][tokens.response_mask[0]], scored)
+        loss = rollout.generalized_jsd_loss(
+            tokens.select_causal_logits(engine(batch.input_ids, attention_mask=batch.attention_mask).logits),
+            torch.zeros(4, batch.seq_len - 1, 256), tokens.response_mask,
+        )  # fmt: skip
+        assert loss.valid_token_count == 24
+        engine.backward(loss.loss)
+        engine.step()
+        later = made.generate(request(*prompts), sampling)
+        assert len(set(batch.version.tolist())) == 1 and (later.version > batch.version).all()
+    finally:
+        engine.destroy()
