@@ -39,6 +39,7 @@ from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.live_sequence import LiveSequence
 from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
 from deepspeed.inference.request import EngineStats, Output, Request, length_limit, packed_limit
+from deepspeed.inference.sampler import draw_together
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
@@ -527,6 +528,7 @@ class Generator:
         batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
         logits = self._executor.run(batch)
         chosen = largest(logits) if len(logits) else []
+        self._draw_together(slices, logits)
         outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)
@@ -538,6 +540,18 @@ class Generator:
                 outputs += accept(rows, logits[span], chosen[span])
             first, row = first + rows.wanted, row + len(rows.tokens)
         return outputs
+
+    @staticmethod
+    def _draw_together(slices: Sequence[BatchSlice], logits: torch.Tensor) -> None:
+        """Draw the next tokens of all requests that need nothing but the logits of their last row."""
+        rows, end = [], 0
+        for part in slices:
+            end += part.wanted
+            if part.wanted - part.scored == 1 and not part.hidden and not isinstance(part.sequence.group, BeamGroup):
+                if part.sequence.sampling.max_new_tokens and part.sequence.sampler.draws_plainly:
+                    rows.append((part.sequence.sampler, end - 1))
+        if len(rows) > 1:
+            draw_together(rows, logits)
 
     def _pool(self, rows: BatchSlice, states: torch.Tensor | None) -> list[Output]:
         """Take the last hidden states of a sequence's rows, [rows, hidden size]; return its output at the end."""

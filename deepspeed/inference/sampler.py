@@ -6,6 +6,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ class Sampler:
         self.ends = frozenset() if sampling.ignore_eos else ends
         self.stops = self.ends | set(sampling.stop_token_ids)
         self.count = 0
+        self.drawn: tuple[int, Logprob | None] | None = None  # next token, if `draw_together` has drawn it already
         self._counts: Counter[int] = Counter()
         self._seen = self._indices(set(prompt)) if sampling.repetition_penalty != 1 else None
         biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
@@ -72,6 +74,10 @@ class Sampler:
 
     def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
         """Return the next token for logits [vocabulary], and its log-probabilities or None (not requested)."""
+        if self.drawn is not None:
+            (token, logprob), self.drawn = self.drawn, None
+            self.note(token)
+            return token, logprob
         logits = logits.detach().float().cpu()
         token = self._likely(logits)
         if token is None:
@@ -129,22 +135,86 @@ class Sampler:
 
     def _drawn(self, scores: torch.Tensor) -> int:
         """Draw one token from scores [vocabulary]. Each draw uses one uniform random number, with any options."""
-        options, order = self.sampling, None
-        number = torch.rand((), generator=self._generator, dtype=torch.float64)
+        number = self.random()
         if scores.max() == torch.inf:  # by a bias
             return int(scores.argmax())
-        if truncates(options):
-            scores, order = scores.sort(descending=True, stable=True)
-            chances = kept_chances(scores, options)
-        else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
-            chances = ((scores - scores.max()) / max(options.temperature, COLDEST)).softmax(-1)
-        sums = chances.double().cumsum(-1)
-        place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
-        if not chances[place]:  # rounded to the end of the sums: the last token that has a chance
-            place = int(chances.nonzero()[-1])
-        return place if order is None else int(order[place])
+        return int(draw(scores[None], self.sampling, number[None])[0])
+
+    def random(self) -> torch.Tensor:
+        """Return the next random number of the request, fp64, from 0 to below 1."""
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether the next token is drawn from the model's own logits, without other alternatives in the answer."""
+        options = self.sampling
+        return (
+            self._generator is not None
+            and self._matcher is None
+            and not options.logprobs
+            and options.repetition_penalty == 1
+            and not options.presence_penalty
+            and not options.frequency_penalty
+            and not options.logit_bias
+            and self.count >= options.min_new_tokens
+        )
 
     @staticmethod
     def _indices(tokens: Iterable[int]) -> torch.Tensor:
         """Return tokens as indices; values above int64 are clamped to the largest index."""
         return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)
+
+
+def draw(scores: torch.Tensor, sampling: SamplingParams, numbers: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row, int64 [rows]; a row's token does not depend on the other rows.
+
+    Args:
+        scores: logits, fp32 [rows, vocabulary].
+        sampling: temperature (above 0) and truncation.
+        numbers: a random number from 0 to below 1 per row, fp64 [rows].
+    """
+    order = None
+    if truncates(sampling):
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        chances = kept_chances(scores, sampling)
+    else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
+        chances = ((scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)).softmax(-1)
+    sums = chances.double().cumsum(-1)
+    places = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
+    # A number that is rounded to the end of the sums belongs to the last token that has a chance.
+    last = chances.shape[1] - 1 - (chances > 0).int().flip(-1).argmax(-1, keepdim=True)
+    places = torch.minimum(places, last)
+    return (places if order is None else order.gather(-1, places))[:, 0]
+
+
+def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor) -> None:
+    """Draw the next tokens of several requests at once, for the next call of `Sampler.next` of each.
+
+    Args:
+        rows: samplers that draw plainly, each with the number of its row.
+        logits: logits of a pass, [rows, vocabulary].
+    """
+    alike: dict[tuple[Any, ...], list[tuple[Sampler, int]]] = {}
+    for sampler, row in rows:
+        options = sampler.sampling
+        key = (
+            options.temperature,
+            options.top_k,
+            options.top_p,
+            options.min_p,
+            options.logprobs,
+            options.logprobs_mode,
+        )
+        alike.setdefault(key, []).append((sampler, row))
+    for group in alike.values():
+        sampling, indices = group[0][0].sampling, [row for _, row in group]
+        scores = logits[indices].detach().float().cpu()
+        tokens = draw(scores, sampling, torch.stack([sampler.random() for sampler, _ in group]))
+        entries: list[Logprob | None] = [None] * len(group)
+        if sampling.logprobs is not None:
+            raw = sampling.logprobs_mode == "raw"
+            chances = scores.log_softmax(-1) if raw else log_chances(scores, sampling)
+            values = chances.gather(-1, tokens[:, None])[:, 0].tolist()
+            entries = [Logprob(token, value) for token, value in zip(tokens.tolist(), values, strict=True)]
+        for (sampler, _), token, entry in zip(group, tokens.tolist(), entries, strict=True):
+            sampler.drawn = token, entry
