@@ -36,10 +36,9 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.live_sequence import LiveSequence
+from deepspeed.inference.live_sequence import LiveSequence, draw_plainly
 from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
-from deepspeed.inference.request import EngineStats, Output, Request, length_limit, packed_limit
-from deepspeed.inference.sampler import draw_together
+from deepspeed.inference.request import EngineStats, Output, Request, end_tokens, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
@@ -119,7 +118,7 @@ class Generator:
             raise RequestError(f"max_length {max_length} has to be from 2 to the model's own limit of {own} tokens")
         self.limit = own if max_length is None else max_length
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
-        self._ends = self._end_tokens(model)
+        self._ends = end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
         self._lossless = lossless_weights
         self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
@@ -178,15 +177,6 @@ class Generator:
             raise RequestError("draft_model needs speculation, the number of tokens that it proposes, at least 1")
         sizes = self._scheduler.max_tokens, self._scheduler.max_sequences
         return DraftModel(model, self.model, self.pages, *sizes, lossless_weights)
-
-    @staticmethod
-    def _end_tokens(model: Any) -> frozenset[int]:
-        """Return the end tokens of the model's generation config or, if it has none, of its config."""
-        for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-            ends = getattr(source, "eos_token_id", None)
-            if ends is not None:
-                return frozenset(ends) if isinstance(ends, (list, tuple)) else frozenset([ends])
-        return frozenset()
 
     @staticmethod
     def _end_threads(fallback_requests: dict[Hashable, LiveSequence]) -> None:
@@ -528,7 +518,7 @@ class Generator:
         batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
         logits = self._executor.run(batch)
         chosen = largest(logits) if len(logits) else []
-        self._draw_together(slices, logits)
+        draw_plainly(slices, logits)
         outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)
@@ -540,18 +530,6 @@ class Generator:
                 outputs += accept(rows, logits[span], chosen[span])
             first, row = first + rows.wanted, row + len(rows.tokens)
         return outputs
-
-    @staticmethod
-    def _draw_together(slices: Sequence[BatchSlice], logits: torch.Tensor) -> None:
-        """Draw the next tokens of all requests that need nothing but the logits of their last row."""
-        rows, end = [], 0
-        for part in slices:
-            end += part.wanted
-            if part.wanted - part.scored == 1 and not part.hidden and not isinstance(part.sequence.group, BeamGroup):
-                if part.sequence.sampling.max_new_tokens and part.sequence.sampler.draws_plainly:
-                    rows.append((part.sequence.sampler, end - 1))
-        if len(rows) > 1:
-            draw_together(rows, logits)
 
     def _pool(self, rows: BatchSlice, states: torch.Tensor | None) -> list[Output]:
         """Take the last hidden states of a sequence's rows, [rows, hidden size]; return its output at the end."""
@@ -618,7 +596,7 @@ class Generator:
             self._accepted_drafts += max(len(accepted) - 1, 0)
             if sequence.proposer is not None:
                 sequence.proposer.judge(len(drafts), len(accepted) - 1)
-        outputs = self._output_of(sequence, accepted)
+        outputs = sequence.outputs(accepted)
         if begins and accepted and sequence.group is not None:
             outputs += self._begin_others(sequence, logits[:1], chosen[:1])
         if sequence.reason is not None:
@@ -643,10 +621,6 @@ class Generator:
                 break
         return accepted
 
-    @staticmethod
-    def _output_of(sequence: LiveSequence, accepted: list[int]) -> list[Output]:
-        return [sequence.output()] if accepted or sequence.reason is not None else []
-
     def _begin_others(self, source: LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Begin the waiting sequences of a group on the pages of `source`, whose prompt is computed.
 
@@ -662,7 +636,7 @@ class Generator:
             if self._scheduler.fork(source, other, source.group.common):  # type: ignore[union-attr]
                 accepted = self._take(other, (), logits, chosen)
                 other.tokens += accepted
-                outputs += self._output_of(other, accepted)
+                outputs += other.outputs(accepted)
                 if other.reason is not None:
                     self._forget(other)
         return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -10,9 +11,10 @@ from deepspeed.inference.beam_search import BeamGroup
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.draft_model import Proposer
 from deepspeed.inference.executors.hf_generate import Thread
+from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.prompt_rows import PooledStates, PromptScore, own_rows
 from deepspeed.inference.request import Logprob, Output, Request
-from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.sampler import Sampler, draw_together
 from deepspeed.inference.scheduler import TokenSequence
 from deepspeed.inference.structured_output import Matcher
 
@@ -129,8 +131,30 @@ class LiveSequence(TokenSequence):
             self.embedding,
         )  # fmt: skip
 
+    def outputs(self, accepted: list[int]) -> list[Output]:
+        """Return the output since the last one in a list, which is empty without new tokens and before the end."""
+        return [self.output()] if accepted or self.reason is not None else []
+
     def take_beams(self) -> None:
         """Record the best answer of a finished beam search, and set `reason`."""
         best = self.beams.search.results()[0]  # type: ignore[union-attr]
         self.new, self.logprobs = list(best.tokens), list(best.logprobs or ())
         self.reason, self.matched = best.finish_reason, best.matched
+
+
+def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor) -> None:
+    """Draw the next tokens of all requests of a pass that need nothing but the logits of their last row.
+
+    Args:
+        slices: rows of each request in the pass.
+        logits: logits of the pass, [requested rows, vocabulary].
+    """
+    rows, end = [], 0
+    for part in slices:
+        end += part.wanted
+        if part.wanted - part.scored != 1 or part.hidden or isinstance(part.sequence.group, BeamGroup):
+            continue
+        if part.sequence.sampling.max_new_tokens and part.sequence.sampler.draws_plainly:
+            rows.append((part.sequence.sampler, end - 1))
+    if len(rows) > 1:
+        draw_together(rows, logits)

@@ -67,6 +67,15 @@ def packed_limit(model: nn.Module) -> int | None:
     return min([part.get("original_max_position_embeddings") or stated for part in changing], default=None)
 
 
+def end_tokens(model: Any) -> frozenset[int]:
+    """Return the end tokens of the model's generation config or, if it has none, of its config."""
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        ends = getattr(source, "eos_token_id", None)
+        if ends is not None:
+            return frozenset(ends) if isinstance(ends, (list, tuple)) else frozenset([ends])
+    return frozenset()
+
+
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
     """Return the number of prompt positions of a `generate` call with the arguments `args` and `kwargs`.
 

@@ -196,16 +196,8 @@ def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor) -> 
     """
     alike: dict[tuple[Any, ...], list[tuple[Sampler, int]]] = {}
     for sampler, row in rows:
-        options = sampler.sampling
-        key = (
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            options.min_p,
-            options.logprobs,
-            options.logprobs_mode,
-        )
-        alike.setdefault(key, []).append((sampler, row))
+        names = ("temperature", "top_k", "top_p", "min_p", "logprobs", "logprobs_mode")
+        alike.setdefault(tuple(getattr(sampler.sampling, name) for name in names), []).append((sampler, row))
     for group in alike.values():
         sampling, indices = group[0][0].sampling, [row for _, row in group]
         scores = logits[indices].detach().float().cpu()
