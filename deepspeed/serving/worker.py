@@ -36,6 +36,7 @@ from deepspeed.serving.ipc import (
 )
 
 BEAT = 0.5  # seconds between heartbeats without work
+SLOTS = 2  # constraints compiled at the same time: a slow one does not stop all others
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
@@ -143,8 +144,6 @@ class _Compiling:
 
     def start(self, message: Submit, compile_: Callable[[], Any]) -> None:
         """Compile in a thread; errors come again when the request is submitted."""
-        from deepspeed.inference.structured_output import SLOTS
-
         self.waiting[message.ident] = message
         key = message.sampling.get("structured", message.ident)
         with self._lock:

@@ -2,7 +2,9 @@
 
 The page reads answers by `fetch`: streams of events, errors of every kind with their headers, a stream that it leaves,
 and one whose engine ends meanwhile. Its own server, on another port, gets what it saw. A page of an origin that is not
-allowed reads nothing. Debian's package `chromium` has the browser; without it, tests are skipped.
+allowed reads nothing. Debian's package `chromium` has the browser; without it, tests are skipped. `DS_OPENAI_JS` names
+the folder of OpenAI's client for JavaScript (`npm install openai` makes `node_modules/openai`), which the page imports
+as it is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tests.unit.serving.server import Server, make_folder, serving
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BROWSER, reason="no browser: `apt-get install chromium`")]
 
+CLIENT = os.environ.get("DS_OPENAI_JS", "")
 LONG = 1500  # tokens of an answer that is still streaming when the page does the next thing
 USER = [{"role": "user", "content": "héllo"}]
 CHAT = {"model": "tiny", "messages": USER, "temperature": 0}
@@ -103,7 +106,10 @@ class Page:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send(page.text().encode() if self.path == "/" else b"")
+                if self.path.startswith("/openai/") and ".." not in self.path:
+                    self._send(Path(CLIENT, self.path.removeprefix("/openai/")).read_bytes(), "text/javascript")
+                else:
+                    self._send(page.text().encode() if self.path == "/" else b"")
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -113,9 +119,9 @@ class Page:
                     page._reports.put(json.loads(body))
                 self._send(b"{}")
 
-            def _send(self, body: bytes) -> None:
+            def _send(self, body: bytes, kind: str = "text/html") -> None:
                 self.send_response(200)
-                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -209,6 +215,31 @@ def test_a_page_reads_errors_and_models(pages: tuple[Page, Page]) -> None:
     assert [model["id"] for model in said[1]["data"]] == ["tiny"]
 
 
+OFFICIAL = """
+const {default: OpenAI} = await import("/openai/index.mjs");
+const client = new OpenAI({baseURL: `${SERVER}/v1`, apiKey: KEY, dangerouslyAllowBrowser: true, maxRetries: 0});
+const said = {text: "", parts: 0}, body = BODY;
+for await (const part of await client.chat.completions.create({...body, stream: true})) {
+  said.text += part.choices[0]?.delta?.content ?? "";
+  said.parts += 1;
+}
+said.whole = (await client.chat.completions.create(body)).choices[0].message.content;
+said.models = (await client.models.list()).data.map((model) => model.id);
+try { await client.chat.completions.create({...body, temperature: -1, stream: true}); }
+catch (error) { said.error = [error.constructor.name, error.status, error.code, error.message, error.requestID]; }
+return said;
+"""
+
+
+@pytest.mark.skipif(not CLIENT, reason="DS_OPENAI_JS names no folder of OpenAI's client for JavaScript")
+def test_the_official_client_in_a_page(pages: tuple[Page, Page]) -> None:
+    said = pages[0].says(OFFICIAL.replace("BODY", script({**CHAT, "max_tokens": 200, "ignore_eos": True})))
+    assert said["text"] == said["whole"] and len(said["text"]) > 50 and said["parts"] > 2, said
+    name, status, code, message, ident = said["error"]
+    assert (name, status, code) == ("BadRequestError", 400, "invalid_value") and "temperature" in message and ident
+    assert said["models"] == ["tiny"]
+
+
 def test_a_page_leaves_a_stream(pages: tuple[Page, Page]) -> None:
     """What was under way is cancelled."""
     import httpx
@@ -224,8 +255,8 @@ def test_a_page_leaves_a_stream(pages: tuple[Page, Page]) -> None:
 
 def test_a_page_of_another_origin_reads_nothing(pages: tuple[Page, Page]) -> None:
     other = pages[1]
-    models = f"fetch({script(other.server.url)} + '/v1/models')"  # a request that a browser sends without asking before
-    for call in (f"stream({script(CHAT)})", f"refused('/v1/nothing', {script(CHAT)})", models):
+    health = f"fetch({script(other.server.url + '/health')})"  # a request that a browser sends without asking before
+    for call in (f"stream({script(CHAT)})", f"refused('/v1/nothing', {script(CHAT)})", health):
         said = other.says(f"return {call};")
         assert said == {"raised": "TypeError: Failed to fetch"}
 
