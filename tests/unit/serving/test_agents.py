@@ -65,10 +65,7 @@ def test_loops_of_a_scripted_model(server: InlineServer, framework: str, streame
         last = f'{city}: "{number}" degrees'
         calls = [{"city": city, "day": day}, {"city": CITIES[number - 1], "day": 30}, {"city": "x'\"\\\n", "day": -1}]
         written = [call("weather", **one) for one in calls]
-        between = (
-            "" if framework == "smolagents" else "\n"
-        )  # where a call is forced, the grammar states what is between
-        texts += [f"{written[0]}\n{written[1]}".replace("\n<tool", f"{between}<tool"), written[2]]
+        texts += ["\n".join(written[:2]), written[2]]
         texts.append(call("final_answer", answer=last) if framework == "smolagents" else last)
         wanted.append({"answer": last, "calls": calls})
     prompts, own = [], ChatFormat.text
