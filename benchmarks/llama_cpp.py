@@ -111,7 +111,7 @@ def load(path: Path, slots: int, tokens: int, port: int = 0) -> Any:
     params.cache_prompt, params.cache_ram_mib, params.n_gpu_layers = False, 0, 0
     params.kv_unified, params.n_threads_http = False, slots + 2
     if port:
-        params.hostname, params.port = "127.0.0.1", port
+        params.hostnames, params.port = ["127.0.0.1"], port
     return xllamacpp.Server(params)
 
 
@@ -135,7 +135,8 @@ def main() -> None:
     slots, tokens, *port = map(int, sys.argv[2:])
     if port:
         path = write(Path(sys.argv[1]), Path(tempfile.mkdtemp(), "model.gguf"))
-        print(load(path, slots, tokens, port[0]).listening_address, file=out, flush=True)
+        server = load(path, slots, tokens, port[0])
+        print(server.listening_address, file=out, flush=True)
         signal.pause()
     server = load(write(Path(sys.argv[1])), slots, tokens)
     pool = ThreadPoolExecutor(slots)

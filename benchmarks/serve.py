@@ -190,7 +190,14 @@ async def _client(server: AnyServer, left: deque[int], asked: list[Asked], answe
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 22)
     while left:
         at = left.popleft()
-        answers[at] = await ask(server, asked[at], reader, writer)
+        try:
+            answers[at] = await ask(server, asked[at], reader, writer)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            writer.close()  # llama.cpp's server ends a connection with its stream
+            reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 22)
+            answers[at] = await ask(server, asked[at], reader, writer)
     writer.close()
 
 
@@ -429,6 +436,7 @@ def main() -> None:
         parser.error(f"--env knows {', '.join(NAMES)}, not {', '.join(unknown)}")
     if TRACES not in os.environ:
         _watched()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # other servers end too
     torch.set_num_threads(1)
     with (
         _both(given.model) as (server, generator, words, asked),

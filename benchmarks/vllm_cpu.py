@@ -98,7 +98,9 @@ def serve(folder: str, sequences: int, tokens: int, port: int) -> None:
     stated = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *stated, *flags])
+    # `vllm serve` asks for the version of a package named vllm
+    module = "vllm.entrypoints.openai.api_server"
+    os.execv(sys.executable, [sys.executable, "-m", module, "--model", folder, *stated, *flags])
 
 
 def main() -> None:
