@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ import psutil
 
 from benchmarks.common import BENCHMARKS
 
-START = 300  # seconds
+START = 400  # seconds
 ROOM = 1024  # tokens of a request
 NO_END = 10**9  # the end token of a model that has none
 # By these `benchmarks.serve` sees that nothing of ours is compiled; others may.
@@ -87,9 +88,9 @@ class PeerServer:
         until = time.monotonic() + START
         while time.monotonic() < until and self.process.poll() is None:
             try:
-                with socket.create_connection((self.host, self.port), timeout=1):
+                with urllib.request.urlopen(f"http://{self.host}:{self.port}/health", timeout=5):
                     return
-            except OSError:
+            except OSError:  # no answer, or one that it is still loading
                 time.sleep(0.2)
         self.end()
         raise RuntimeError(f"it did not start: {self._log.read_text().strip()[-600:]}")
