@@ -1,5 +1,6 @@
 """llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER SLOTS TOKENS`, in an environment that has
 `xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each of up to TOKENS.
+With a PORT behind these, it is llama.cpp's own HTTP server, a side of `benchmarks.serve`.
 
 Writes the Llama in FOLDER (Transformers, safetensors, bf16 or fp32) as GGUF of that dtype beside it, with a vocabulary
 of made-up words, loads it on one thread, and answers lines of JSON on stdin:
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,7 +99,7 @@ def write(folder: Path, path: Path | None = None) -> Path:
     return path
 
 
-def load(path: Path, slots: int, tokens: int) -> Any:
+def load(path: Path, slots: int, tokens: int, port: int = 0) -> Any:
     """A server inside this process, on one thread; a slot has a cache of its own, which is faster than one for all."""
     import xllamacpp
 
@@ -107,6 +110,8 @@ def load(path: Path, slots: int, tokens: int) -> Any:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_prompt, params.cache_ram_mib, params.n_gpu_layers = False, 0, 0
     params.kv_unified, params.n_threads_http = False, slots + 2
+    if port:
+        params.hostnames, params.port = ["127.0.0.1"], port
     return xllamacpp.Server(params)
 
 
@@ -127,7 +132,12 @@ def answer(server: Any, prompt: list[int], new: int) -> str:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")  # llama.cpp prints what it likes
     os.dup2(2, 1)
-    slots, tokens = map(int, sys.argv[2:4])
+    slots, tokens, *port = map(int, sys.argv[2:])
+    if port:
+        path = write(Path(sys.argv[1]), Path(tempfile.mkdtemp(), "model.gguf"))
+        server = load(path, slots, tokens, port[0])
+        print(server.listening_address, file=out, flush=True)
+        signal.pause()
     server = load(write(Path(sys.argv[1])), slots, tokens)
     pool = ThreadPoolExecutor(slots)
     print(json.dumps({"ready": True}), file=out, flush=True)

@@ -1,12 +1,18 @@
-"""What HTTP costs: `python -m benchmarks.serve [--model A] [--clients 16] [--requests 48] [--rounds 7]`.
+"""What HTTP costs, beside other servers: `python -m benchmarks.serve [--model A] [--clients 16] [--requests 48]
+[--rounds 7] [--env PEER=PYTHON ...]`.
 
 `ds_serve` in processes of its own, its engine on one thread, asked over loopback by clients of asyncio, against the
 same requests handed to the same engine in this process, as many at once: a client asks again when it has its answer.
 Models are those of `benchmarks.generate` with a tokenizer made on the spot; answers stream, and their texts are
 compared. Prompts differ, and nothing is reused. Sides alternate in an order drawn anew each round; a line compares the
-engine in process with itself. Three tables:
+engine in process with itself. `--env` names the interpreters of environments that have other servers
+(`benchmarks/peer_servers.py`): `llama=PYTHON` is llama.cpp's, `vllm=PYTHON` vLLM's, `transformers=PYTHON` that of
+Transformers with continuous batching. They get the same requests from the same clients, each on one thread over the
+same weights in bf16, and have to write as many tokens; how many of their texts are ours is counted, since sums in
+bf16 differ. A line says which one is left out. Three tables:
 
-- throughput: tokens a second through the server over those in process; medians over rounds, 95 % intervals.
+- throughput: tokens a second through the server over those in process, and over those of other servers; medians over
+  rounds, 95 % intervals.
 - first token: one request at a time, the best of 20.
 - load: latencies with 1 to 32 clients; `--draw` makes their picture of kept results.
 
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import random
@@ -29,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +48,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import BENCHMARKS, median_interval, print_table, write_json
 from benchmarks.generate import SIZES, greedy, make, requests
+from benchmarks.peer_servers import NAMES, PeerServer, peer_servers
 from deepspeed.inference import Generator, Request
 
 CACHE = 1 << 29  # bytes of keys and values
@@ -62,27 +70,36 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What a client got: events, the seconds at which they came, and when it asked."""
+    """What a client got: parts of the stream, the seconds at which they came, and when it asked."""
 
     begun: float
     times: list[float]
-    events: list[bytes]
+    parts: list[bytes]
 
     @property
     def first(self) -> float:
         """Seconds to the first token."""
         return self.times[0] - self.begun
 
-    def text(self) -> str:
-        """All of it.
+    def events(self) -> list[dict[str, Any]]:
+        """The events of the stream.
 
         Raises:
-            SystemExit: an event is an error.
+            SystemExit: one is an error.
         """
-        said = [json.loads(one[len(b"data: ") :]) for one in self.events if one.startswith(b"data: {")]
+        lines = b"".join(self.parts).splitlines()
+        said = [json.loads(one[len(b"data: ") :]) for one in lines if one.startswith(b"data: {")]
         if any("error" in one for one in said):
             raise SystemExit(f"the server answered {said[-1]}")
-        return "".join(choice["text"] for one in said for choice in one["choices"])
+        return said
+
+    def text(self) -> str:
+        """All of it."""
+        return "".join(choice["text"] for one in self.events() for choice in one["choices"])
+
+    def tokens(self) -> int:
+        """Number of its tokens, as the server states it."""
+        return next((one["usage"]["completion_tokens"] for one in self.events()[::-1] if one.get("usage")), 0)
 
 
 # -- model and server --------------------------------------------------------------------------------------------------
@@ -113,6 +130,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, log: Path) -> None:
+        self.folder = folder
         command = [sys.executable, "-m", "deepspeed.serving.cli", str(folder), "--port", "0", *ENGINE]
         with log.open("w") as out:
             self.process = subprocess.Popen([*command, "--served-model-name", "m"], stdout=out, stderr=out)
@@ -130,6 +148,11 @@ class Server:
         self.process.kill()
         raise SystemExit(f"ds_serve did not start:\n{self._log.read_text()}")
 
+    def body(self, text: str, tokens: list[int], new: int) -> dict[str, Any]:
+        """A greedy completion of `new` tokens that streams."""
+        body = {"model": "m", "prompt": text, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+        return {**body, "stream": True}
+
     def cpu(self) -> float:
         """Seconds of CPU time of its processes so far."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
@@ -140,44 +163,68 @@ class Server:
             raise SystemExit(f"ds_serve ended with {code}:\n{self._log.read_text()}")
 
 
-# -- the two sides -----------------------------------------------------------------------------------------------------
+AnyServer = Server | PeerServer
 
 
-async def ask(server: Server, one: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+# -- the sides -----------------------------------------------------------------------------------------------------
+
+
+async def ask(server: AnyServer, one: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
     """One completion that streams, over a connection that stays; as little work as a client can do."""
-    body = {"model": "m", "prompt": one.text, "max_tokens": one.new, "temperature": 0, "ignore_eos": True}
-    content = json.dumps({**body, "stream": True}).encode()
+    content = json.dumps(server.body(one.text, one.tokens, one.new)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
     answer = Answer(time.perf_counter(), [], [])
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     said = await reader.readuntil(b"\r\n\r\n")
     if b" 200 " not in said.split(b"\r\n", 1)[0] or b"chunked" not in said:
-        raise SystemExit(f"the server answered {said.decode()}")
+        raise SystemExit(f"the server answered {said.decode()}{(await reader.read(1000)).decode()}")
     while size := int(await reader.readuntil(b"\r\n"), 16):
         found = await reader.readexactly(size + 2)
         answer.times.append(time.perf_counter())
-        answer.events += found.strip().split(b"\n\n")
+        answer.parts.append(found[:-2])
     await reader.readuntil(b"\r\n")
     return answer
 
 
-async def _client(server: Server, left: deque[int], asked: list[Asked], answers: dict[int, Answer]) -> None:
+async def _client(server: AnyServer, left: deque[int], asked: list[Asked], answers: dict[int, Answer]) -> None:
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 22)
     while left:
         at = left.popleft()
-        answers[at] = await ask(server, asked[at], reader, writer)
+        try:
+            answers[at] = await ask(server, asked[at], reader, writer)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            writer.close()  # llama.cpp's server ends a connection with its stream
+            reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 22)
+            answers[at] = await ask(server, asked[at], reader, writer)
     writer.close()
 
 
-async def _clients(server: Server, asked: list[Asked], count: int) -> list[Answer]:
+async def _clients(server: AnyServer, asked: list[Asked], count: int) -> list[Answer]:
     left, answers = deque(range(len(asked))), dict[int, Answer]()
     await asyncio.gather(*(_client(server, left, asked, answers) for _ in range(count)))
     return [answers[at] for at in range(len(asked))]
 
 
-def through_server(server: Server, asked: list[Asked], clients: int) -> list[Answer]:
+def through_server(server: AnyServer, asked: list[Asked], clients: int) -> list[Answer]:
     """Answers in the order of the requests."""
     return asyncio.run(_clients(server, asked, clients))
+
+
+def through_peer(peer: PeerServer, asked: list[Asked], clients: int) -> list[Answer]:
+    """The same of another server, which runs only meanwhile.
+
+    Raises:
+        SystemExit: an answer has another number of tokens than was asked for.
+    """
+    with peer.running():
+        answers = through_server(peer, asked, clients)
+    if wrong := [
+        (one.new, found.tokens()) for one, found in zip(asked, answers, strict=True) if one.new != found.tokens()
+    ]:
+        raise SystemExit(f"{peer.name} wrote other numbers of tokens (asked for, written): {wrong}")
+    return answers
 
 
 def in_process(generator: Generator, asked: list[Asked], clients: int) -> list[list[int]]:
@@ -204,48 +251,76 @@ def in_process(generator: Generator, asked: list[Asked], clients: int) -> list[l
 
 
 def throughput(
-    server: Server, generator: Generator, words: Any, asked: list[Asked], given: argparse.Namespace
+    server: Server,
+    generator: Generator,
+    words: Any,
+    asked: list[Asked],
+    given: argparse.Namespace,
+    peers: Sequence[PeerServer] = (),
 ) -> list[dict[str, Any]]:
     """Rounds of all sides; texts of the first are compared."""
     said = [answer.text() for answer in through_server(server, asked, given.clients)]
     right = [words.decode(tokens, skip_special_tokens=True) for tokens in in_process(generator, asked, given.clients)]
     if said != right:
         raise SystemExit(f"{sum(a != b for a, b in zip(said, right, strict=True))} texts of {len(said)} differ")
-    sides = {
+    sides: dict[str, Callable[[], Any]] = {
         "server": lambda: through_server(server, asked, given.clients),
         "in process": lambda: in_process(generator, asked, given.clients),
         "in process again": lambda: in_process(generator, asked, given.clients),
     }
-    order = random.Random(4)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(given.rounds):
-        for name in order.sample(list(sides), len(sides)):
-            begun, cpu = time.perf_counter(), time.process_time() + server.cpu()
-            sides[name]()
-            times[name].append((time.perf_counter() - begun, time.process_time() + server.cpu() - cpu))
+    equal: dict[str, int] = {}
+    for peer in peers:
+        texts = [peer.read(answer.text(), words) for answer in through_peer(peer, asked, given.clients)]
+        equal[peer.name] = sum(a == b for a, b in zip(texts, right, strict=True))
+        sides[peer.name] = functools.partial(through_peer, peer, asked, given.clients)
+    times = _rounds(sides, given.rounds, [server, *peers])
     tokens, rows = sum(one.new for one in asked), []
     for name, seconds in times.items():
-        wall, cpu = (
-            median_interval([b[which] / a[which] for a, b in zip(seconds, times["in process"], strict=True)])
-            for which in range(2)
+        wall, cpu, beside = (
+            median_interval([b[which] / a[which] for a, b in zip(seconds, times[reference], strict=True)])
+            for which, reference in ((0, "in process"), (1, "in process"), (0, "server"))
         )
         rows.append({
             "side": name, "clients": given.clients, "requests": len(asked), "tokens": tokens, "ratio": wall.median,
             "low": wall.low, "high": wall.high, "cpu_ratio": cpu.median,
+            "of_server": {"ratio": beside.median, "low": beside.low, "high": beside.high},
             "tokens_per_second": tokens / statistics.median(one[0] for one in seconds),
             "cpu_ms_per_token": 1e3 * statistics.median(one[1] for one in seconds) / tokens,
+            **({"equal_texts": equal[name]} if name in equal else {}),
         })  # fmt: skip
     return rows
 
 
-def first_token(server: Server, generator: Generator, asked: list[Asked]) -> dict[str, float]:
+def _rounds(
+    sides: dict[str, Callable[[], Any]], rounds: int, servers: list[Server | PeerServer]
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each side in each round, in an order drawn anew."""
+    order = random.Random(4)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+
+    def cpu() -> float:
+        return time.process_time() + sum(server.cpu() for server in servers)
+
+    for _ in range(rounds):
+        for name in order.sample(list(sides), len(sides)):
+            begun, used = time.perf_counter(), cpu()
+            sides[name]()
+            times[name].append((time.perf_counter() - begun, cpu() - used))
+    return times
+
+
+def first_token(
+    server: Server, generator: Generator, asked: list[Asked], peers: Sequence[PeerServer] = ()
+) -> dict[str, Any]:
     """Milliseconds to the first token of prompts that come alone: best and median of each side, and what is added."""
-    times: dict[str, list[float]] = {"server": [], "in process": []}
+    times: dict[str, list[float]] = {name: [] for name in ("server", "in process", *(peer.name for peer in peers))}
     for one in asked:
         times["server"].append(through_server(server, [one], 1)[0].first)
         begun = time.perf_counter()
         in_process(generator, [Asked(one.text, one.tokens, 1)], 1)
         times["in process"].append(time.perf_counter() - begun)
+        for peer in peers:
+            times[peer.name].append(through_peer(peer, [one], 1)[0].first)
     found = {name: 1e3 * min(seconds) for name, seconds in times.items()}
     found |= {f"{name}, median": 1e3 * statistics.median(seconds) for name, seconds in times.items()}
     return found | {"added": found["server"] - found["in process"], "requests": len(asked)}
@@ -345,6 +420,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="of the table of throughput; 48 at most")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--firsts", type=int, default=20, help="requests of the table of first tokens")
+    parser.add_argument("--env", action="append", default=[], help=f"PEER=PYTHON, of {', '.join(NAMES)}")
     parser.add_argument("--draw", action="store_true", help="only the picture, of the newest kept result")
     given = parser.parse_args()
     kept = f"serve-{given.model.lower()}.json"
@@ -355,33 +431,50 @@ def main() -> None:
             )
         )
         return
+    environments = dict(one.split("=", 1) for one in given.env)
+    if unknown := environments.keys() - NAMES:
+        parser.error(f"--env knows {', '.join(NAMES)}, not {', '.join(unknown)}")
     if TRACES not in os.environ:
         _watched()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # other servers end too
     torch.set_num_threads(1)
-    with _both(given.model) as (server, generator, words, asked):
-        rows = throughput(server, generator, words, asked[: given.requests], given)
+    with (
+        _both(given.model) as (server, generator, words, asked),
+        peer_servers(environments, server.folder, given.clients) as peers,
+    ):
+        rows = throughput(server, generator, words, asked[: given.requests], given, peers)
         drawn = random.Random(6)
         prompts = ["".join(drawn.choices(LETTERS, k=300)) for _ in range(given.firsts)]
-        firsts = first_token(server, generator, [Asked(text, words(text)["input_ids"], 4) for text in prompts])
+        alone = [Asked(text, words(text)["input_ids"], 4) for text in prompts]
+        firsts = first_token(server, generator, alone, peers)
         loads = load(server, asked)
     show(rows, firsts, loads)
     found = {"model": given.model, "throughput": rows, "first_token": firsts, "load": loads}
     print(write_json(kept, found), flush=True)
 
 
-def show(rows: list[dict[str, Any]], firsts: dict[str, float], loads: list[dict[str, float]]) -> None:
-    head = ["side", "tokens/s", "CPU ms a token", "over in process", "CPU, in process over it"]
-    lines = [
-        [row["side"], f"{row['tokens_per_second']:.1f}", f"{row['cpu_ms_per_token']:.2f}",
-         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{row['cpu_ratio']:.3f}"]
-        for row in rows
-    ]  # fmt: skip
+def show(rows: list[dict[str, Any]], firsts: dict[str, Any], loads: list[dict[str, float]]) -> None:
+    head = ["side", "tokens/s", "CPU ms a token", "over in process", "CPU, in process over it", "over the server"]
+    lines = []
+    for row in rows:
+        ratios = [f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in (row, row["of_server"])]
+        rates = [f"{row['tokens_per_second']:.1f}", f"{row['cpu_ms_per_token']:.2f}"]
+        lines.append([row["side"], *rates, ratios[0], f"{row['cpu_ratio']:.3f}", ratios[1]])
     print_table(head, lines)
-    print(
-        f"first token, best of {firsts['requests']}: server {firsts['server']:.2f} ms, in process "
-        f"{firsts['in process']:.2f}: {firsts['added']:+.2f} ms (medians {firsts['server, median']:.2f}, "
-        f"{firsts['in process, median']:.2f})"
-    )
+    others = [row for row in rows if "equal_texts" in row]
+    for row in others:
+        server = next(one for one in rows if one["side"] == "server")["tokens_per_second"]
+        print(
+            f"{row['side']}: the server has {server / row['tokens_per_second']:.3f} x its tokens a second, "
+            f"{firsts['server'] / firsts[row['side']]:.3f} x its first token; "
+            f"{row['equal_texts']} of {row['requests']} texts are equal"
+        )
+    for name in ("server", *(row["side"] for row in others)):
+        print(
+            f"first token, best of {firsts['requests']}: {name} {firsts[name]:.2f} ms, in process "
+            f"{firsts['in process']:.2f}: {firsts[name] - firsts['in process']:+.2f} ms (medians "
+            f"{firsts[f'{name}, median']:.2f}, {firsts['in process, median']:.2f})"
+        )
     print_table([*loads[0]], [[f"{value:.1f}".removesuffix(".0") for value in row.values()] for row in loads])
 
 

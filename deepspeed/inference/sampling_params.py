@@ -117,7 +117,7 @@ class SamplingParams:
         self._check_range("length_penalty", -math.inf, math.inf)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(f'early_stopping has to be true, false or "never", not {self.early_stopping!r}')
-        changed = [name for name, default in _defaults().items() if getattr(self, name) != default]
+        changed = [name for name, default in sampling_defaults().items() if getattr(self, name) != default]
         if self.beams == 1:
             for name in ("length_penalty", "early_stopping"):
                 if name in changed:
@@ -152,7 +152,8 @@ class SamplingParams:
             raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
 
 
-def _defaults() -> dict[str, Any]:
+def sampling_defaults() -> dict[str, Any]:
+    """Return the defaults of `SamplingParams`, by option."""
     return {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()
         for each in fields(SamplingParams)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 LONGEST = 1 << 18  # characters of a constraint
 REMEMBERED = 64  # compiled constraints
-SLOTS = 2  # constraints compiled at the same time: a slow one does not stop all others
 # Of these, the time to compile grows with the square: 2,000 take 0.6 s, 4,000 take 2.3 s, without any effect on others.
 LARGEST = 2000
 _GROWING = ("properties", "anyOf", "oneOf", "allOf")
@@ -183,6 +182,8 @@ class CompiledConstraint:
 class ConstraintCompiler:
     """Compiler of the constraints of a generator's requests; thread-safe. The last `REMEMBERED` results are kept.
 
+    Threads that ask for the same constraint at once may compile it more than once; all get one result.
+
     Args:
         tokenizer: the model's tokenizer; None: there is none, and constraints are refused.
         size: number of the model's tokens, which may be more than the tokenizer's; None: the tokenizer's.
@@ -192,11 +193,10 @@ class ConstraintCompiler:
         self._tokenizer, self._size = tokenizer, size
         self._last: OrderedDict[StructuredOutput, CompiledConstraint] = OrderedDict()
         self._all: weakref.WeakValueDictionary[StructuredOutput, CompiledConstraint] = weakref.WeakValueDictionary()
-        self._busy: dict[StructuredOutput, threading.Lock] = {}  # those being compiled
         self._vocabulary: Any = None
         self._table: Any = None
         self._shifting: list[int] = []
-        self._lock, self._slots, self._reading = threading.Lock(), threading.Semaphore(SLOTS), threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def remembered(self, structured: StructuredOutput) -> CompiledConstraint | None:
         """Return the result of compiling a constraint before; None: it has to be compiled."""
@@ -205,19 +205,9 @@ class ConstraintCompiler:
 
     def prepare(self, structured: StructuredOutput) -> CompiledConstraint:
         """Compile a constraint, or return the result of before; errors are a result."""
-        result = self.remembered(structured)
-        if result is None:
-            with self._lock:
-                own = self._busy.setdefault(structured, threading.Lock())
-            with own, self._slots:  # the same one once
-                try:
-                    result = self.remembered(structured) or CompiledConstraint(self._compiled_or_error(structured))
-                    with self._lock:
-                        self._all[structured] = result
-                finally:
-                    with self._lock:
-                        self._busy.pop(structured, None)
+        result = self.remembered(structured) or CompiledConstraint(self._compiled_or_error(structured))
         with self._lock:
+            result = self._all.setdefault(structured, result)
             self._last[structured] = result
             self._last.move_to_end(structured)
             while len(self._last) > REMEMBERED:

@@ -138,7 +138,7 @@ def _on_signal(service: Any, server: Any) -> list[str]:
         signals.append(name)
         service.draining = True
         if len(signals) == 1:
-            logger.info("ds_serve: %s: finishing %d answers first", name, len(service.engine.live))
+            logger.info("ds_serve: %s: finishing %d answers first", name, service.engine.answers)
             loop.call_later(service.options.drain, service.end_all)
             server.should_exit = True
         else:

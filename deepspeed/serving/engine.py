@@ -38,7 +38,7 @@ class EngineProcess:
         self.failure = ""
         self.last_step = time.monotonic()
         self.last = Step(0, idle=True)
-        self.live: dict[int, Put] = {}
+        self.live: dict[int, tuple[Put, int]] = {}  # receiver of results, and number of answers, by request
         self._next = 0
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = asyncio.Event()
@@ -81,7 +81,12 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, **fields: Any) -> int:
+    @property
+    def answers(self) -> int:
+        """Return the number of answers in progress; a beam search has as many as beams."""
+        return sum(answers for _, answers in self.live.values())
+
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Put, answers: int = 1, **fields: Any) -> int:
         """Submit a request to the engine.
 
         Args:
@@ -89,6 +94,7 @@ class EngineProcess:
             sampling: keyword arguments of `SamplingParams`.
             put: called on the event loop with each result: acceptance or refusal, then chunks of tokens; None if the
                 engine has ended.
+            answers: number of answers that the request counts as.
             fields: further fields of `Submit`.
 
         Returns:
@@ -97,14 +103,14 @@ class EngineProcess:
         Raises:
             EngineGone: the engine has ended.
         """
-        return self.ask(lambda ident: Submit(ident, tokens, sampling, **fields), put)
+        return self.ask(lambda ident: Submit(ident, tokens, sampling, **fields), put, answers)
 
-    def ask(self, message: Callable[[int], Any], put: Put) -> int:
+    def ask(self, message: Callable[[int], Any], put: Put, answers: int = 0) -> int:
         """Send the message `message(number)` to the engine, whose answers go to `put`; the rest as in `submit`."""
         if not self.alive:
             raise EngineGone(self.failure or "the engine's process has ended")
         self._next += 1
-        self.live[self._next] = put
+        self.live[self._next] = put, answers
         self._outbox.put(message(self._next))
         return self._next
 
@@ -173,15 +179,15 @@ class EngineProcess:
             self.failure = message.reason
 
     def _deliver(self, message: Accepted | TokenChunk | Refused, last: bool) -> None:
-        put = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
-        if put is not None:
-            put(message)
+        entry = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
+        if entry is not None:
+            entry[0](message)
 
     def _over(self) -> None:
         """Notify all waiting requests that the process has ended."""
         code = self._process.exitcode
         self.failure = self.failure or ("" if self._stopping else f"the engine's process ended with code {code}")
-        for put in self.live.values():
+        for put, _ in self.live.values():
             put(None)
         self.live.clear()
         self._ended.set()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepspeed.errors import DeepSpeedError, RequestError
+from deepspeed.inference.sampling_params import BEAM_OPTIONS, sampling_defaults
 from deepspeed.inference.structured_output import StructuredOutput
 from deepspeed.serving.constraints import ConstrainedRequest
 
@@ -26,14 +27,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-# With `use_beam_search`: fields that need it, and fields that it does not have; by field, values without effect.
+# Fields that need `use_beam_search`; by field, values without effect.
 BEAM_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False),
-}  # fmt: skip
-SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "temperature": (None, 0), "top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0),
-    "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
 }  # fmt: skip
 
 # Fields of messages without meaning for a chat template, which clients keep in their histories.
@@ -190,13 +186,14 @@ class BaseRequest(JsonBody, ConstrainedRequest):
                 if getattr(self, name) not in idle:
                     raise APIError(400, f"{name}: only with use_beam_search: true", name, "invalid_value")
             return 1
-        for name, idle in SAMPLING_FIELDS.items():
-            if getattr(self, name) not in idle:
+        for name, idle in sampling_defaults().items():
+            if name in BEAM_OPTIONS or name not in type(self).model_fields:
+                continue
+            if getattr(self, name) not in ((None, 0, -1) if name == "top_k" else (None, idle)):
                 text = f"{name} is not available with use_beam_search, which follows the model's own probabilities"
                 raise APIError(400, text, name, "unsupported_parameter")
-        constrained = None if (stated := self.constraint()) is None else stated.field
-        scored = "prompt_logprobs" if self.prompt_logprobs is not None else None
-        if field := constrained or scored or self._unlike_beams():
+        constrained = None if (constraint := self.constraint()) is None else constraint.field
+        if field := constrained or self._unlike_beams():
             raise APIError(400, f"{field} is not available with use_beam_search", field, "unsupported_parameter")
         width = self.best_of or self.n or 1
         if width < (self.n or 1):
@@ -248,7 +245,7 @@ class BaseRequest(JsonBody, ConstrainedRequest):
 
     def _beam_sampling(self, stated: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a beam search; one beam is the greedy answer."""
-        options = {key: value for key, value in stated.items() if key not in SAMPLING_FIELDS}
+        options = {key: stated[key] for key in stated if key in BEAM_OPTIONS or key == "prompt_logprobs"}
         if (beams := self.beams()) > 1:
             own = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
             options |= {"beams": beams, **{key: value for key, value in own.items() if value is not None}}

@@ -136,8 +136,8 @@ class PendingRequest:
                 group = next(_group_numbers)
             fields = {"priority": self.request.priority or 0, "pooling": self.pooling}
             fields |= {"group": group, "adapter": self._adapter}
-            put = self._put(choice.index, copies if self._beams else 1)
-            ident = self._service.engine.submit(choice.prompt, sampling, put, **fields)
+            put, answers = self._put(choice.index, copies if self._beams else 1), sampling.get("beams", 1)
+            ident = self._service.engine.submit(choice.prompt, sampling, put, answers, **fields)
             self._idents[choice.index] = ident
         self._service.metrics.submitted(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
@@ -280,11 +280,12 @@ class Service:
         if not self.engine.alive:
             raise APIError(503, self.engine.failure or "the engine has ended", code="engine_ended")
         most = self.options.engine.max_sequences + self.options.max_waiting
-        if len(self.engine.live) + choices > most:
+        under_way = self.engine.answers
+        if under_way + choices > most:
             raise APIError(
-                429, f"{len(self.engine.live)} answers are under way, and {most} are the most: try again later",
+                429, f"{under_way} answers are under way, and {most} are the most: try again later",
                 code="overloaded", kind="rate_limit_error",
-                retry_after=1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4,
+                retry_after=1 + under_way // max(self.options.engine.max_sequences, 1) // 4,
             )  # fmt: skip
 
     def check_model(self, name: str) -> None:

@@ -255,19 +255,49 @@ class Delta:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
 
-class _Calls:
-    """Numbers the calls of an answer and writes them as deltas."""
+class CallParser:
+    """Parser of the calls in an answer, whose text may arrive in any parts.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        name: name of the format.
+        tools: names of the tools.
+    """
 
-    def begin(self, name: str) -> dict[str, Any]:
-        self.count += 1
+    def __init__(self, name: str, tools: Collection[str]) -> None:
+        self._form, self._tools = TOOL_FORMATS[name], tools
+        self._held, self._count = "", 0  # text that is not written yet, and number of calls
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a call so far."""
+        return self._count > 0
+
+    def push(self, text: str, final: bool = False) -> Delta:
+        """Return what the new `text` adds; a possible part of a call is held back unless `final`."""
+        self._held += text
+        delta = Delta()
+        while self._held and self._step(delta, final):
+            pass
+        if final:
+            self._finish(delta)
+        return delta
+
+    def _step(self, delta: Delta, final: bool) -> bool:
+        """Write a part of the held text, which is not empty; returns False if it has to wait."""
+        raise NotImplementedError
+
+    def _finish(self, delta: Delta) -> None:
+        """Write what is left at the end of the answer."""
+        raise NotImplementedError
+
+    def _begin_call(self, delta: Delta, name: str) -> None:
+        self._count += 1
         call = {"name": name, "arguments": ""}
-        return {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
+        ident = f"call_{uuid.uuid4().hex[:24]}"
+        delta.calls.append({"index": self._count - 1, "id": ident, "type": "function", "function": call})
 
-    def arguments(self, text: str) -> dict[str, Any]:
-        return {"index": self.count - 1, "function": {"arguments": text}}
+    def _add_arguments(self, delta: Delta, text: str) -> None:
+        delta.calls.append({"index": self._count - 1, "function": {"arguments": text}})
 
 
 def _dumped(arguments: Any) -> str:
@@ -280,8 +310,8 @@ def _dumped(arguments: Any) -> str:
     return text
 
 
-class ToolCallParser:
-    """Parser of an answer that may call tools; its text may arrive in any parts.
+class ToolCallParser(CallParser):
+    """Parser of an answer that may call tools.
 
     A call is written once it is complete. Text that looks like a call but has no JSON arguments or an unknown name
     stays content. Spaces around calls are left out at the beginning and at the end of the content.
@@ -293,34 +323,24 @@ class ToolCallParser:
     """
 
     def __init__(self, name: str, tools: Collection[str], most: int | None = None) -> None:
-        self._form, self._tools, self._most = TOOL_FORMATS[name], tools, most
-        self._beginnings = _BEGINNINGS.get(name, ())
-        self._calls = _Calls()
+        super().__init__(name, tools)
+        self._most, self._beginnings = most, _BEGINNINGS.get(name, ())
         self._scan, self._failed = _CallScan(), 0  # state of the held text, and number of texts that are no calls
-        self._held = self._spaces = ""
+        self._spaces = ""
         self._plain = False  # whether no calls follow
         self._written = self._after_call = (
             False  # whether there is content, and whether a call is the last before spaces
         )
 
-    @property
-    def called(self) -> bool:
-        """Whether there is a call so far."""
-        return self._calls.count > 0
+    def _step(self, delta: Delta, final: bool) -> bool:
+        length = self._before_call(final)
+        if not length:
+            return self._take_call(delta, final)
+        self._write(delta, length)
+        return True
 
-    def push(self, text: str, final: bool = False) -> Delta:
-        """Return what the new `text` adds; a possible part of a call is held back unless `final`."""
-        self._held += text
-        delta = Delta()
-        while self._held:
-            length = self._before_call(final)
-            if length:
-                self._write(delta, length)
-            elif not self._held or not self._take_call(delta, final):
-                break
-        if final and not self._after_call:
-            delta.content += self._spaces
-        return delta
+    def _finish(self, delta: Delta) -> None:
+        delta.content += "" if self._after_call else self._spaces
 
     def _before_call(self, final: bool) -> int:
         """Return the length of content before what may be a call."""
@@ -358,8 +378,9 @@ class ToolCallParser:
             self._write(delta, max(marks, default=len(self._held)))
             return True
         for name, arguments in calls:
-            if self._most is None or self._calls.count < self._most:
-                delta.calls += [self._calls.begin(name), self._calls.arguments(arguments)]
+            if self._most is None or self._count < self._most:
+                self._begin_call(delta, name)
+                self._add_arguments(delta, arguments)
         self._held, self._after_call, self._scan = self._held[length:], True, _CallScan()
         return True
 
@@ -374,40 +395,27 @@ class ToolCallParser:
         delta.content += content
 
 
-class ForcedCallParser:
-    """Parser of an answer that is calls by its constraint (`forced_calls`); arguments are written as they arrive.
-
-    Args:
-        name: name of the format.
-        tools: names of the tools.
-    """
+class ForcedCallParser(CallParser):
+    """Parser of an answer that is calls by its constraint (`forced_calls`); arguments are written as they arrive, after
+    the name is complete."""
 
     def __init__(self, name: str, tools: Collection[str]) -> None:
-        self._form, self._calls = TOOL_FORMATS[name], _Calls()
+        super().__init__(name, tools)
         self._openings = {tool: f"{self._form.begin}{tool}{self._form.middle}" for tool in tools}
-        self._held = ""
         self._depth = 0
         self._quoted = self._escaped = self._inside = False
 
-    @property
-    def called(self) -> bool:
-        """Whether there is a call so far."""
-        return self._calls.count > 0
+    def _step(self, delta: Delta, final: bool) -> bool:
+        if not self._inside and not self._begin(delta):
+            return False
+        if length := self._scan():
+            self._add_arguments(delta, self._held[:length])
+        self._held = self._held[length:]
+        return True
 
-    def push(self, text: str, final: bool = False) -> Delta:
-        """Return what the new `text` adds; a call begins when its name is complete."""
-        self._held += text
-        delta = Delta()
-        while self._held:
-            if not self._inside and not self._begin(delta):
-                break
-            length = self._scan()
-            if length:
-                delta.calls.append(self._calls.arguments(self._held[:length]))
-            self._held = self._held[length:]
-        if final and self._held and not self.called:
+    def _finish(self, delta: Delta) -> None:
+        if not self.called:
             delta.content += self._held  # ended before the name
-        return delta
 
     def _begin(self, delta: Delta) -> bool:
         """Look for the next call; returns whether it has begun."""
@@ -416,7 +424,7 @@ class ForcedCallParser:
         if place < 0:
             return False
         self._held, self._inside = self._held[place + len(self._openings[tool]) :], True
-        delta.calls.append(self._calls.begin(tool))
+        self._begin_call(delta, tool)
         return True
 
     def _scan(self) -> int:

@@ -38,6 +38,7 @@ from deepspeed.serving.ipc import (
 
 ABORTED = "weights_updated"  # code of requests that an update of the weights has ended
 BEAT = 0.5  # seconds between heartbeats without work
+SLOTS = 2  # constraints compiled at the same time: a slow one does not stop all others
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
@@ -145,8 +146,6 @@ class _Compiling:
 
     def start(self, message: Submit, compile_: Callable[[], Any]) -> None:
         """Compile in a thread; errors come again when the request is submitted."""
-        from deepspeed.inference.structured_output import SLOTS
-
         self.waiting[message.ident] = message
         key = message.sampling.get("structured", message.ident)
         with self._lock:

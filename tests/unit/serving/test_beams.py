@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,6 +74,24 @@ def test_what_beams_do_not_have_is_refused_by_name(drafting: InlineServer, more:
         answer = drafting.post("completions", {**ASKED, **more, "stream": streamed})
         assert answer.status_code == 400 and name in answer.json()["error"]["message"]
     drafting.until_free()
+
+
+def test_every_beam_counts_where_the_server_is_full(drafting: InlineServer) -> None:
+    """Eight places: six beams, of which two are returned, leave room for two answers."""
+    service, answers = drafting.service, []
+    body = {**ASKED, "n": 2, "best_of": 6}
+    thread = threading.Thread(target=lambda: answers.append(drafting.post("completions", body)))
+    with mock.patch.object(service, "options", replace(service.options, max_waiting=0)):
+        with drafting.generator._lock:  # nothing ends meanwhile
+            thread.start()
+            while not service.engine.live:
+                thread.join(0.01)
+            assert service.engine.answers == 6
+            full = drafting.post("completions", {"prompt": "a", "n": 3})
+            service.admit(2)
+        thread.join()
+        assert full.status_code == 429 and full.json()["error"]["message"].startswith("6 answers")
+    assert len(answers[0].json()["choices"]) == 2 and service.engine.answers == 0
 
 
 def test_answers_share_pages_and_a_draft_changes_no_token(drafting: InlineServer, folder: Path) -> None:

@@ -17,11 +17,11 @@ import pytest
 from openai import OpenAI
 
 from deepspeed.inference.sampler import Sampler
-from deepspeed.inference.structured_output import REMEMBERED, SLOTS, ConstraintCompiler, StructuredOutput
+from deepspeed.inference.structured_output import REMEMBERED, ConstraintCompiler, StructuredOutput
 from deepspeed.serving import tool_calls
 from deepspeed.serving.chat_format import ChatFormat
 from deepspeed.serving.ipc import Submit
-from deepspeed.serving.worker import _Compiling
+from deepspeed.serving.worker import SLOTS, _Compiling
 from tests.unit.serving.inline import InlineServer, inline
 from tests.unit.serving.server import make_folder
 from tests.unit.serving.test_answers import events
