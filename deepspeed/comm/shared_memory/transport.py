@@ -65,7 +65,7 @@ class SharedMemory:
         self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
         self._trouble: BaseException | None = None
         self._deadline = 0.0  # deadline of the running collective, once it waits
-        this = weakref.ref(self)
+        this: weakref.ref[SharedMemory] = weakref.ref(self)
         answers = self._answers(this)
         next(answers)
         # Kept: native code calls it.
