@@ -21,7 +21,8 @@ HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 TWICE := -n 2 --dist loadfile
 # Some environments forbid compiled files: hundreds of short processes would then compile the package, each by itself.
 export PYTHONDONTWRITEBYTECODE :=
-FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package hosts))
+# What reads sources alone is `make check`'s.
+FAST_TESTS := $(wildcard $(addprefix tests/architecture/test_,import_cost.py step_files.py) $(addprefix tests/,harness unit parallel parity faults golden docs clients emulated package hosts))
 
 .PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors newest wheels licences
 

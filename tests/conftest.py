@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.harness.police import Police
 from tests.harness.pool import EMULATED_IMPORTS, WORKER_IMPORTS
 
 SKIPS = Path(__file__).parent / "skips.txt"
+MANY_MODULES = 50
 _pools: dict[tuple[str, int], WorkerPool] = {}
 # A machine that others use too draws slowly; that says nothing about a test.
 hypothesis.settings.register_profile("shared", suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -115,12 +117,18 @@ def _ranks() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def _police() -> Iterator[None]:
-    """A test that leaves an environment variable, a thread or a child process behind fails."""
-    police = Police(_ranks)
+    """A test that leaves an environment variable, a thread or a child process behind fails.
+
+    What it has imported, the collector need not look at again in this file either.
+    """
+    police, modules = Police(_ranks), len(sys.modules)
     yield
     left = police.report(lambda: _ranks() | fork_server.pids())
     if left:
         pytest.fail(f"the test left behind: {left}")
+    if len(sys.modules) > modules + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 def _unpinned_skips() -> list[str]:

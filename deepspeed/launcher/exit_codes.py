@@ -30,7 +30,10 @@ _CAUSES = (
     (re.compile(r"\[Errno 28\]|No space left on device"), "disk"),
     (re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE), "device"),
     (re.compile(r"\bMemoryError\b|Cannot allocate memory"), "memory"),
-    (re.compile(r"Connection (closed|reset) by peer|Broken pipe|no answer \(process gone"), "peer"),
+    (
+        re.compile(r"Connection (closed|reset) by peer|Broken pipe|no answer \(process gone|of another rank has ended"),
+        "peer",
+    ),
 )
 _RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the engine's `MemoryWatchdog`
 

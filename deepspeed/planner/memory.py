@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from deepspeed.zero.layout.placement import placement_of
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
 _restricted = ContextVar("_restricted", default=False)  # whether a caller is inside of `young_objects`
+_frozen_by_caller = threading.Event()  # not asked again once it is set: the answer counts all frozen objects
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,9 @@ def young_objects() -> Iterator[None]:
     if _restricted.get():
         yield
         return
-    own = not gc.get_freeze_count()  # those of the caller would be unfrozen too
+    if not _frozen_by_caller.is_set() and gc.get_freeze_count():
+        _frozen_by_caller.set()
+    own = not _frozen_by_caller.is_set()  # those of the caller would be unfrozen too
     if own:
         gc.freeze()
     token = _restricted.set(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Cell:
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
+@functools.cache
 def _pairs(cell: Cell) -> set[Pair]:
     return set(itertools.combinations(((name, getattr(cell, name)) for name in VALUES), 2))
 
@@ -66,6 +68,7 @@ def every_cell() -> Iterator[Cell]:
             yield cell
 
 
+@functools.cache
 def pairwise() -> list[Cell]:
     """Cells in which every two values meet that can meet, few on four ranks; always the same ones."""
     cells = list(every_cell())

@@ -18,7 +18,8 @@ need_compiler()
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 3.0 * PATIENCE  # ranks begin at the same time
 SCRIPT = """
-import os, sys, time
+import faulthandler, os, sys, time
+faulthandler.enable()
 from tests.emulated import device
 import torch
 import deepspeed

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deepspeed.native import library
 from tests.harness.pool import PATIENCE, WORKER_IMPORTS
 from tests.unit.comm.ranks import run_ranks
 
@@ -42,6 +43,31 @@ TRAIN = """
 """
 
 
+WAITS = """
+    from pathlib import Path
+
+    class Mine(Exception):
+        pass
+
+    def handler(*_):
+        raise Mine
+
+    dist.init_distributed()
+    raised, end = Path(os.environ["START_LINE"], "raised"), time.monotonic() + 10
+    dist.all_reduce(torch.ones(8))  # the memory is there
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            dist.all_reduce(torch.ones(8))
+        except Mine:
+            raised.touch()
+    while not raised.exists() and time.monotonic() < end:  # rank 0 does not come
+        time.sleep(0.01)
+    os._exit(0 if raised.exists() else 3)
+"""
+
+
 def program(last=100_000, load=True, before="pass", checkpoint="{}"):
     text = textwrap.dedent(TRAIN).replace("LAST", str(last)).replace("LOAD", str(load))
     return text.replace("BEFORE", before).replace("CHECKPOINT", checkpoint)
@@ -59,6 +85,12 @@ def start(folder, last=100_000, load=True, before="pass", checkpoint="{}", ranks
 
 def ready(launcher, ranks=2):
     return sorted(int(launcher.stdout.readline().split()[1]) for _ in range(ranks))
+
+
+def test_what_a_handler_raises_reaches_a_rank_that_waits_in_shared_memory():
+    """It waits in native code, which calls back: nothing of a callback may be lost."""
+    ends = run_ranks(WAITS, 2, limit=60 * PATIENCE, imported=WORKER_IMPORTS)
+    assert [each.code for each in ends] == [0, 0] or library() is None, [each.err for each in ends]
 
 
 def test_a_signal_to_one_rank_lets_all_save_on_one_step(tmp_path):

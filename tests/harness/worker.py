@@ -35,7 +35,7 @@ def answer(request: bytes) -> tuple[bool, Any]:
         finally:
             logger.setLevel(level)  # clients set it
         gc.collect()
-        if len(sys.modules) > modules or not gc.get_freeze_count():
+        if len(sys.modules) > modules:  # looking whether anything is frozen would count it all
             while gc.collect():  # tensors that C++ holds are let go layer by layer; nothing of them is to be kept
                 pass
             gc.freeze()  # what importing makes stays: looking through it after every request took most of the time

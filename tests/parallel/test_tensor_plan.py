@@ -64,7 +64,8 @@ def trained(path: str, stage: int, verify: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "verify"), [(2, "units"), *(pytest.param(4, how, marks=pytest.mark.slow) for how in ("units", "off"))]
+    ("ranks", "verify"),  # what a comparison of units finds: below
+    [(2, "off"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((2, "units"), (4, "units"), (4, "off")))],
 )
 def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, ranks: int, verify: str) -> None:
     path = tmp_path / "plan.json"

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
 from typing import Any, NamedTuple
 
@@ -65,9 +65,11 @@ class SharedMemory:
         self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
         self._trouble: BaseException | None = None
         self._deadline = 0.0  # deadline of the running collective, once it waits
-        this = weakref.ref(self)
+        this: weakref.ref[SharedMemory] = weakref.ref(self)
+        answers = self._answers(this)
+        next(answers)
         # Kept: native code calls it.
-        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: SharedMemory._call_back(this()))
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(answers.__next__)
         self._context = ctypes.c_void_p(
             native.ds_shm_open(
                 rank,
@@ -105,23 +107,38 @@ class SharedMemory:
         self._native.ds_shm_nap(self._context, seen, microseconds)
 
     @staticmethod
-    def _call_back(memory: SharedMemory | None) -> int:
-        return _STOPPED if memory is None else memory.while_waiting()
+    def _answers(this: weakref.ref[SharedMemory]) -> Iterator[int]:
+        """Yield the results of the callback, without end; the first belongs to no call.
+
+        A function would lose what a signal handler raises: handlers run before its first line, where it can catch
+        nothing, and ctypes ignores the exceptions of callbacks. A generator continues inside of its `try`.
+        """
+        code = 0
+        while True:
+            try:
+                while True:
+                    yield code
+                    memory = this()
+                    code = _STOPPED if memory is None else memory.while_waiting()
+                    del memory  # it owns the generator, which would keep it alive
+            except GeneratorExit:
+                return
+            except BaseException as trouble:  # passed on to the caller of the collective
+                code, memory = _STOPPED, this()
+                if memory is not None:
+                    memory._trouble = trouble
+                del memory
 
     def while_waiting(self) -> int:
         """Make progress and check for failures; native code calls this during a wait, which a non-zero result ends."""
-        try:
-            groups.drain()
-            groups.work()
-            self.alive.check()
-            watchdog.here.raise_if_alarmed()
-            now, limit = time.monotonic(), watchdog.timeout().total_seconds()
-            self._deadline = self._deadline or now + limit
-            if now > self._deadline:
-                raise RuntimeError(f"timed out after {limit:g} s")
-        except BaseException as trouble:  # passed on to the caller of the collective
-            self._trouble = trouble
-            return _STOPPED
+        groups.drain()
+        groups.work()
+        self.alive.check()
+        watchdog.here.raise_if_alarmed()
+        now, limit = time.monotonic(), watchdog.timeout().total_seconds()
+        self._deadline = self._deadline or now + limit
+        if now > self._deadline:
+            raise RuntimeError(f"timed out after {limit:g} s")
         return 0
 
     # -- posts ----------------------------------------------------------------------------------------------------

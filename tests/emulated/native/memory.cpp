@@ -83,10 +83,17 @@ bool is_shown(PyCodeObject* code) {
   return known[code] = shown;
 }
 
+// Python's own list of frames, since only it locks the list of threads: those that begin, as autograd's do at the first
+// backward, enter themselves without the GIL before they are whole.
 PyFrameObject* frame_of_backward() {
-  for (auto* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Main()); thread;
-       thread = PyThreadState_Next(thread)) {
-    auto* top = PyThreadState_GetFrame(thread);
+  py::error_scope kept;
+  bool collects = PyGC_Disable();  // a finalizer would start behind that lock
+  auto frames = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PySys_GetObject("_current_frames")));
+  if (collects) PyGC_Enable();
+  if (!frames) return nullptr;
+  for (auto entry : py::reinterpret_borrow<py::dict>(frames)) {
+    auto* top = (PyFrameObject*)entry.second.ptr();
+    Py_INCREF(top);
     for (auto* frame = top; frame;) {
       auto* code = PyFrame_GetCode(frame);
       bool runs = file_of(code).find("/torch/autograd/") != std::string::npos;
@@ -99,7 +106,7 @@ PyFrameObject* frame_of_backward() {
       }
       frame = back;
     }
-    Py_XDECREF(top);
+    Py_DECREF(top);
   }
   return nullptr;
 }

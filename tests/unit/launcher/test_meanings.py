@@ -70,6 +70,7 @@ def test_without_a_container_the_machine_counts(tmp_path: Path):
         (1, "torch.OutOfMemoryError: CUDA out of memory.", "the memory of the device is used up"),
         (1, "MemoryError", "memory is used up; its peak memory was"),
         (1, "RuntimeError: Connection closed by peer [10.0.0.2]:4711", LOST_ANOTHER),
+        (1, "CommError: 'barrier' failed: connection closed: process 7 of another rank has ended", LOST_ANOTHER),
         (1, "ValueError: boom", "exit code 1"),
         (85, "", "exit code 85: saved on request, to be started again"),
         (127, "", "exit code 127: the program was not found"),
