@@ -29,7 +29,7 @@ class _ValuesWithGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, tokens = ctx.saved_tensors
         gradient, temperature = gradients[0], ctx.sampling.temperature or 1.0
-        out = torch.empty_like(logits)
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # rows without gaps
         rows, chosen, grads = logits.flatten(0, -2), tokens.reshape(-1, 1), gradient.reshape(-1, 1)
         results = out.flatten(0, -2)
         for start in range(0, len(rows), ROWS):  # in parts, since fp32 logits of a whole batch would be large
