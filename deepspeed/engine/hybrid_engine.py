@@ -61,11 +61,11 @@ class Generation:
         if self._state.window.seen:
             log_once("generation between two micro-batches of an update: weights are those of the last update")
         generator, keys = self.generator, self._state.ds_config.top.hybrid_engine
-        begun = time.perf_counter()
-        if keys.enabled and keys.pin_parameters:
-            generator.weights.pin()
-        gathered = time.perf_counter()
+        begun = gathered = time.perf_counter()
         try:
+            if (keys.enabled and keys.pin_parameters) or not generator.weights.read_alone():
+                generator.weights.pin()
+            gathered = time.perf_counter()
             yield generator
         finally:
             generator.weights.unpin()

@@ -42,6 +42,7 @@ from deepspeed.inference.request import EngineStats, Output, Request, end_tokens
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
+from deepspeed.inference.trained_lora import TrainedLora
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -135,8 +136,8 @@ class Generator:
         self._arrivals = 0
         self._lock = threading.RLock()
         self._closed = False
-        self.weights = EngineWeights(model)
-        self._weights_seen = self.weights.version
+        self.weights = EngineWeights(model, TrainedLora(model).switches)
+        self._weights_seen = self.weights.version, self.weights.switches
         self._adapters = AdapterRegistry(model, functools.partial(why_not_adapted, self._executor))
         for name, folder in (adapters or {}).items():
             self.add_adapter(name, folder)
@@ -278,9 +279,9 @@ class Generator:
             New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.
         """
         with self._lock:
-            if self._live and self.weights.changed():
+            if self._live and (self.weights.changed() or self.weights.switches != self._weights_seen[1]):
                 raise UsageError(
-                    f"the weights have changed while {len(self._live)} requests are under way, so their answers would "
+                    f"the weights, or the adapters in use, have changed while {len(self._live)} requests are under way, so their answers would "
                     "mix two versions: finish or cancel requests before the next update"
                 )
             outputs, self._ready = self._ready, []
@@ -401,9 +402,9 @@ class Generator:
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
-        version = self.weights.version
-        if version != self._weights_seen and not self._live:
-            self._weights_seen = version
+        version, switches = self.weights.version, self.weights.switches
+        if (version, switches) != self._weights_seen and not self._live:
+            self._weights_seen = version, switches
             cast = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None) != self._dtype
             if cast and self._executor is not None and self._draft is None:
                 self._choose_executor()  # an engine has cast the model, whose cache gets its dtype

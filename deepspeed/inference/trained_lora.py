@@ -84,7 +84,7 @@ class TrainedLora:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._layers: dict[str, Any] = {}
+        self._layers: Any = None  # LoRA layers by name
         self._halves: dict[str, Any] = {}
         self._adapter: LoraAdapter | None = None
         self._state: Any = None
@@ -97,13 +97,13 @@ class TrainedLora:
             blocks: decoder layers.
             layers: the same as an array of `Layer`.
         """
-        self._layers = {name: module for name, module in self._model.named_modules() if is_lora(module)}
+        self._find()
         self._adapter, self._halves = None, {}
         if not self._layers:
             return
         changes = {name: _halves(module) for name, module in self._layers.items()}
         self._halves = {name: halves for name, halves in changes.items() if halves is not None}
-        self._state = self._switches()
+        self._state = self.switches()
         if not self._halves:
             return
         matrices = {}
@@ -116,8 +116,13 @@ class TrainedLora:
         self._copy(weights)
         bind(self._adapter, self._model, blocks, layers)
 
-    def _switches(self) -> list[Any]:
-        """Return what decides which adapters are used now."""
+    def _find(self) -> None:
+        self._layers = {name: module for name, module in self._model.named_modules() if is_lora(module)}
+
+    def switches(self) -> list[Any]:
+        """Return what decides which adapters are used now, of the layers at the first call or at `read`."""
+        if self._layers is None:
+            self._find()
         return [
             (m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters), *m.scaling.values())
             if is_peft(m)
@@ -127,7 +132,7 @@ class TrainedLora:
 
     def replaced(self) -> bool:
         """Return whether another adapter is used than when the layers were read."""
-        return bool(self._layers) and self._switches() != self._state
+        return bool(self._layers) and self.switches() != self._state
 
     def current(self, weights: EngineWeights) -> LoraAdapter | None:
         """Return the changes of the present matrices; None if there are none."""

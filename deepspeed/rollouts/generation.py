@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,7 @@ def generate_rollouts(
         prompts: tokens of each prompt.
         sampling: options of all of them; with `seed`, every answer gets other random numbers; None: greedy, at most 128
             tokens.
-        n: number of answers to each prompt, which is computed once.
+        n: number of answers to each prompt; equal prompts are computed once.
 
     Raises:
         RequestError: a prompt or an option is not possible, or logits are not finite; no request stays behind.
@@ -51,12 +52,13 @@ def generate_rollouts(
     if type(n) is not int or n < 1:
         raise RequestError(f"n, the number of answers to a prompt, has to be at least 1, not {n!r}")
     sampling = replace(sampling or SamplingParams(), logprobs=0, logprobs_mode="processed")
+    copies = Counter(map(tuple, prompts))
+    groups = {prompt: object() for prompt, count in copies.items() if n * count > 1}
     requests = []
     for number, prompt in enumerate(prompts):
-        group = object() if n > 1 else None
         for sample in range(n):
             options = replace(sampling, index=sampling.index + number * n + sample)
-            requests.append(Request(object(), list(prompt), options, group=group))
+            requests.append(Request(object(), list(prompt), options, group=groups.get(tuple(prompt))))
     version = generator.weights_version
     outputs = generator.run(requests)
     return [

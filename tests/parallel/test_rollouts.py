@@ -270,7 +270,7 @@ def refused() -> None:
     generator.submit(Request("slow", [1, 2, 3], SamplingParams(max_new_tokens=50)))
     generator.step()
     train(engine, 1)
-    with raises(UsageError, "weights have changed", "1 requests"):
+    with raises(UsageError, "the weights, or the adapters", "1 requests"):
         generator.step()
     generator.cancel("slow")
     generator.step()
@@ -280,3 +280,38 @@ def refused() -> None:
 
 def test_what_cannot_be_is_refused(workers: Any) -> None:
     workers(2).run(refused, timeout=120)
+
+
+def adapters_followed(stage: int) -> list[str]:
+    """Where answers do not follow the adapter that is used now, on one engine with pages of earlier answers."""
+    model, wrong = model_of("llama", lora=True), []
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings(stage))
+    generator, sampling = Generator(engine), SamplingParams(max_new_tokens=NEW)
+    prompts = [[5, 9, 4, 7] * 9]  # more than a page of 16 tokens
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        whole = copy.deepcopy(engine.module).eval()
+    wanted = {"used": answers(whole.get_base_model(), prompts)}
+    with whole.disable_adapter():
+        wanted["disabled"] = answers(whole.get_base_model(), prompts)
+    if wanted["used"] == wanted["disabled"]:
+        wrong.append("the adapter changes nothing")
+    for name in ("used", "disabled", "used", "disabled"):
+        if name == "used":
+            got = generator.generate(prompts, sampling)
+        else:
+            with engine.module.disable_adapter():
+                got = generator.generate(prompts, sampling)
+        if got != wanted[name]:
+            wrong.append(name)
+    if generator.weights_version:
+        wrong.append("another version without an update")
+    if not generator._executor.structure.blocks:
+        wrong.append("no native passes")
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_adapters_that_are_switched_off_and_on(workers: Any, stage: int) -> None:
+    assert workers(2).run(adapters_followed, stage, timeout=120) == [[], []]

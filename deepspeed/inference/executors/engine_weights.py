@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,10 +57,11 @@ class EngineWeights:
 
     Args:
         model: the model; it may get an engine later.
+        switches: function that returns settings of the model which change what its weights do; None: there are none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, switches: Callable[[], Any] | None = None) -> None:
+        self.model, self._switches = model, switches
         self._version = 0
         self._params: list[Any] = []
         self._plain: list[Any] = []  # parameters whose version counter tells of changes
@@ -79,6 +80,11 @@ class EngineWeights:
         """Drop the references to the parameters, which are about to be replaced; `look` finds the new ones."""
         self._params, self._plain, self._groups = [], [], []
 
+    def read_alone(self) -> bool:
+        """Whether this rank can gather what it needs without calls of the other ranks."""
+        self.look()
+        return all(group.reads_alone for group in self.sharded)
+
     @property
     def sharded(self) -> list[ShardGroup]:
         """Groups that are gathered before use (stage 3)."""
@@ -89,6 +95,11 @@ class EngineWeights:
         versions = sum(map(version_of, self._plain))
         places = sum(map(torch.Tensor.data_ptr, self._plain)) if not self._on_meta() else 0
         return versions, places, sum(group.changes for group in self._groups), len(self._params)
+
+    @property
+    def switches(self) -> Any:
+        """Present settings of the model which change what its weights do."""
+        return None if self._switches is None else self._switches()
 
     def _on_meta(self) -> bool:
         return any(param.is_meta for param in self._plain)
