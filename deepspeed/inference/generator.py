@@ -281,8 +281,8 @@ class Generator:
         with self._lock:
             if self._live and (self.weights.changed() or self.weights.switches != self._weights_seen[1]):
                 raise UsageError(
-                    f"the weights, or the adapters in use, have changed while {len(self._live)} requests are under way, so their answers would "
-                    "mix two versions: finish or cancel requests before the next update"
+                    f"the weights, or the adapters in use, have changed while {len(self._live)} requests are under "
+                    "way, so their answers would mix two versions: finish or cancel requests before the next update"
                 )
             outputs, self._ready = self._ready, []
             try:
