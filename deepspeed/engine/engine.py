@@ -51,7 +51,8 @@ from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.expert_parallel import ExpertAccessors, divide_experts_of
-from deepspeed.engine.hybrid_engine import Generation, HybridMethods
+from deepspeed.engine.generation import Generation
+from deepspeed.engine.hybrid_engine import HybridMethods
 from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
@@ -162,7 +163,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def weights_version(self) -> int:
-        """Return the number of changes of the weights that rollouts have seen; equal numbers mean equal weights."""
+        """Return the number of changes of the weights that were noticed; see `Generation.weights_version`."""
         return self._generation.weights_version
 
     @property

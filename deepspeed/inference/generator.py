@@ -390,7 +390,7 @@ class Generator:
 
     @property
     def weights_version(self) -> int:
-        """Number of changes of the weights that were seen so far; equal numbers mean equal weights."""
+        """Number of changes of the weights that were noticed; several between two calls count once."""
         with self._lock:
             return self._follow_weights()
 

@@ -18,7 +18,7 @@ def truncates(sampling: SamplingParams) -> bool:
     return bool(sampling.top_k) or sampling.top_p < 1 or bool(sampling.min_p)
 
 
-def kept_chances(ordered: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def kept_probs(ordered: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Return the probabilities of tokens that can be drawn, 0 for the others; they add up to less than 1 if cut.
 
     Args:
@@ -40,7 +40,7 @@ def kept_chances(ordered: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
     return chances
 
 
-def log_chances(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def log_probs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Return the logarithms of the probabilities of all tokens; -inf for those that truncation leaves out.
 
     Args:
@@ -52,17 +52,6 @@ def log_chances(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     if not sampling.temperature or not truncates(sampling):
         return (logits if temperature == 1 else logits / max(temperature, COLDEST)).log_softmax(-1)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    chances = kept_chances(ordered, sampling).double()
+    chances = kept_probs(ordered, sampling).double()
     logs = (chances / chances.cumsum(-1)[..., -1:]).log().float()
     return torch.full_like(logits, -torch.inf).scatter_(-1, order[..., : logs.shape[-1]], logs)
-
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return the log-probability of one token per row, fp32 [rows].
-
-    Args:
-        logits: [rows, vocabulary].
-        tokens: int64 [rows].
-        sampling: temperature and truncation, as in `log_chances`.
-    """
-    return log_chances(logits, sampling).gather(-1, tokens[:, None])[:, 0]

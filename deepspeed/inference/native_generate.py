@@ -70,8 +70,7 @@ class CallReader:
     Args:
         model: the model whose `generate` is called.
         vocabulary: number of tokens; None: unknown.
-        draws: whether calls that draw tokens are read too. They get other random numbers than Transformers would draw,
-            from a seed that is drawn of torch's generator.
+        draws: whether calls that draw tokens are read too. They get other random numbers than Transformers would draw.
     """
 
     def __init__(self, model: Any, vocabulary: int | None, draws: bool = False) -> None:
@@ -107,7 +106,7 @@ class CallReader:
         names = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
         chosen = {name: self._argument(name, kwargs) for name in names}
         options = {name: names[name] if value is None else value for name, value in chosen.items()}
-        return options | {"seed": int(torch.randint(2**62, ()))}
+        return options
 
     def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:
         """Return an argument of the call, else of its generation config, else of the model's."""

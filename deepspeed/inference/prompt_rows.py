@@ -11,7 +11,7 @@ from deepspeed.errors import RequestError
 from deepspeed.foundation.hf_forward import accepts, without_cache
 from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
-from deepspeed.inference.logprobs import log_chances
+from deepspeed.inference.logprobs import log_probs
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ class PromptScore:
         """Take the logits [rows, vocabulary] of the positions after those so far."""
         for part in logits.split(BLOCK):
             part = part.detach().float().cpu()
-            chances = part.log_softmax(-1) if self._sampling is None else log_chances(part, self._sampling)
+            chances = part.log_softmax(-1) if self._sampling is None else log_probs(part, self._sampling)
             following = torch.tensor(self._tokens[len(self.entries) : len(self.entries) + len(part)])
             values = chances.gather(1, following[:, None])
             ranks = (chances >= values).sum(1).tolist() if self._sampling is None else [0] * len(part)

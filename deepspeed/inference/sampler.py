@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.inference.logprobs import COLDEST, kept_chances, log_chances, truncates
+from deepspeed.inference.logprobs import COLDEST, kept_probs, log_probs, truncates
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.structured_output import Matcher
@@ -88,7 +88,7 @@ class Sampler:
         logprob = None
         if self.sampling.logprobs is not None:
             raw = self.sampling.logprobs_mode == "raw"
-            chances = logits.log_softmax(-1) if raw else log_chances(logits[None], self.sampling)[0]
+            chances = logits.log_softmax(-1) if raw else log_probs(logits[None], self.sampling)[0]
             values, tokens = chances.topk(min(self.sampling.logprobs, len(chances)))
             pairs = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             logprob = Logprob(token, float(chances[token]), pairs)
@@ -176,7 +176,7 @@ def draw(scores: torch.Tensor, sampling: SamplingParams, numbers: torch.Tensor) 
     order = None
     if truncates(sampling):
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        chances = kept_chances(scores, sampling)
+        chances = kept_probs(scores, sampling)
     else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
         chances = ((scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)).softmax(-1)
     sums = chances.double().cumsum(-1)
@@ -205,7 +205,7 @@ def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor) -> 
         entries: list[Logprob | None] = [None] * len(group)
         if sampling.logprobs is not None:
             raw = sampling.logprobs_mode == "raw"
-            chances = scores.log_softmax(-1) if raw else log_chances(scores, sampling)
+            chances = scores.log_softmax(-1) if raw else log_probs(scores, sampling)
             values = chances.gather(-1, tokens[:, None])[:, 0].tolist()
             entries = [Logprob(token, value) for token, value in zip(tokens.tolist(), values, strict=True)]
         for (sampler, _), token, entry in zip(group, tokens.tolist(), entries, strict=True):

@@ -44,7 +44,7 @@ def base_of(module: Any) -> Any:
     return module.base_layer
 
 
-def _halves(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | None:
+def _factors(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | None:
     """Return (A, B, scale, whether they are stored transposed) of a LoRA layer's change now; None if it has none."""
     if not is_peft(module):
         used = int(module.lora_dim) > 0 and not module.fuse_lora if hasattr(module, "lora_dim") else True
@@ -60,12 +60,12 @@ def _halves(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | Non
     return module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]), False
 
 
-def change_of(module: Any) -> torch.Tensor | None:
+def delta_weight(module: Any) -> torch.Tensor | None:
     """Return what a LoRA layer adds to its weight now, fp32 [outputs, inputs]; None if nothing.
 
     Its matrices are in memory.
     """
-    halves = _halves(module)
+    halves = _factors(module)
     if halves is None:
         return None
     a, b, scale, transposed = halves
@@ -85,7 +85,7 @@ class TrainedLora:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: Any = None  # LoRA layers by name
-        self._halves: dict[str, Any] = {}
+        self._factors: dict[str, Any] = {}
         self._adapter: LoraAdapter | None = None
         self._state: Any = None
 
@@ -98,16 +98,16 @@ class TrainedLora:
             layers: the same as an array of `Layer`.
         """
         self._find()
-        self._adapter, self._halves = None, {}
+        self._adapter, self._factors = None, {}
         if not self._layers:
             return
-        changes = {name: _halves(module) for name, module in self._layers.items()}
-        self._halves = {name: halves for name, halves in changes.items() if halves is not None}
+        changes = {name: _factors(module) for name, module in self._layers.items()}
+        self._factors = {name: halves for name, halves in changes.items() if halves is not None}
         self._state = self.switches()
-        if not self._halves:
+        if not self._factors:
             return
         matrices = {}
-        for name, (a, b, scale, transposed) in self._halves.items():
+        for name, (a, b, scale, transposed) in self._factors.items():
             (inputs, rank), outputs = (a.shape, b.shape[1]) if transposed else (a.shape[::-1], b.shape[0])
             matrices[name] = LowRankMatrices(a.new_empty(rank, inputs), b.new_empty(rank, outputs), scale)
         largest = max(pair.down.shape[0] for pair in matrices.values())
@@ -141,7 +141,7 @@ class TrainedLora:
         return self._adapter
 
     def _parameters(self) -> Iterator[Any]:
-        for a, b, *_ in self._halves.values():
+        for a, b, *_ in self._factors.values():
             yield a
             yield b
 
@@ -152,7 +152,7 @@ class TrainedLora:
 
     @torch.no_grad()
     def _copy(self, weights: EngineWeights) -> None:
-        for name, (a, b, _, transposed) in self._halves.items():
+        for name, (a, b, _, transposed) in self._factors.items():
             pair = self._adapter.matrices[name]  # type: ignore[union-attr]
             with weights.gathered([a, b]):
                 pair.down.copy_(a.T if transposed else a)

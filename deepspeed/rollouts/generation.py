@@ -1,4 +1,4 @@
-"""Rollouts of a generator: answers to prompts with the log-probabilities under which they were drawn, and scores."""
+"""Rollouts of a generator: answers to prompts with their log-probabilities, and scores of sequences."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Rollout:
     Args:
         prompt: tokens of the prompt.
         tokens: tokens of the answer, with the end token if there is one.
-        logprobs: log-probability of each of them, after temperature and truncation.
-        finish_reason: "stop" (an end token or stop string) or "length".
+        logprobs: log-probability of each of them, after temperature and truncation, without penalties, biases and
+            constraints; at temperature 0 those of temperature 1.
+        finish_reason: "stop" (an end token, or a stop string of a generator with a tokenizer) or "length".
         version: number of the weights that it was drawn from (`engine.weights_version`).
     """
 
@@ -90,10 +91,11 @@ def score_sequences(
     options = SamplingParams(
         max_new_tokens=0, prompt_logprobs=0, logprobs_mode="processed", **{name: getattr(own, name) for name in names}
     )
-    long = [list(tokens) for tokens in sequences]
-    requests = [Request(object(), tokens, options) for tokens in long if len(tokens) > 1]
-    scores: dict[int, list[float]] = {}
-    for request, parts in zip(requests, generator.run(requests), strict=True):
-        entries: Any = next(part.prompt_logprobs for part in parts if part.prompt_logprobs is not None)
-        scores[id(request.tokens)] = [entry.logprob for entry in entries[1:]]
-    return [torch.tensor(scores.get(id(tokens), []), dtype=torch.float32) for tokens in long]
+    requests = [Request(object(), list(tokens), options) for tokens in sequences if len(tokens) > 1]
+    outputs, scores = iter(generator.run(requests)), []
+    for tokens in sequences:
+        entries: Any = []  # one token follows nothing
+        if len(tokens) > 1:
+            entries = next(part.prompt_logprobs for part in next(outputs) if part.prompt_logprobs is not None)
+        scores.append(torch.tensor([entry.logprob for entry in entries[1:]], dtype=torch.float32))
+    return scores

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import ArgumentError
-from deepspeed.inference.logprobs import log_chances, truncates
+from deepspeed.inference.logprobs import log_probs, truncates
 from deepspeed.inference.sampling_params import SamplingParams
 
 
@@ -36,7 +36,7 @@ class _ValuesWithGradient(torch.autograd.Function):
             part = slice(start, start + ROWS)
             scaled = grads[part].float() / temperature
             if ctx.sampling.temperature and truncates(ctx.sampling):
-                chances = log_chances(rows[part], ctx.sampling).exp_()
+                chances = log_probs(rows[part], ctx.sampling).exp_()
             else:
                 scores = rows[part].float()
                 chances = (scores if temperature == 1 else scores / temperature).softmax(-1)
@@ -77,6 +77,6 @@ def torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, sampling: Samplin
     own = sampling or SamplingParams()
     scores = logits.float() / (own.temperature or 1.0)
     if own.temperature and truncates(own):
-        barred = log_chances(logits.detach().flatten(0, -2), own).isneginf().view(logits.shape)
+        barred = log_probs(logits.detach().flatten(0, -2), own).isneginf().view(logits.shape)
         scores = scores.masked_fill(barred, -torch.inf)
     return scores.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]

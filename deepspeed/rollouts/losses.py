@@ -230,12 +230,13 @@ def kl_k3(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor | None = No
     return difference.expm1() - difference
 
 
-def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, largest: float = 2.0) -> Tensor:
+def truncated_weights(train_logprobs: Tensor, rollout_logprobs: Tensor, largest: float = 2.0) -> Tensor:
     """Return min(largest, p_train / p_rollout) by token, without gradient: truncated importance sampling.
 
-    It corrects for a generator whose probabilities differ from the trainer's; it is 1 where they are equal.
+    It corrects for a generator whose probabilities differ from the trainer's; it is 1 where they are equal. p_train are
+    those of the trainer's forward under the weights that drew the tokens.
     """
-    return (old_logprobs - rollout_logprobs).detach().exp().clamp(max=largest)
+    return (train_logprobs - rollout_logprobs).detach().exp().clamp(max=largest)
 
 
 @dataclass(frozen=True)

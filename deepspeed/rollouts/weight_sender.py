@@ -17,8 +17,8 @@ from deepspeed.comm.process_groups.process_group import get_rank, is_initialized
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.inference.executors.engine_weights import trained_model
 from deepspeed.inference.shared_tensors import DTYPES
-from deepspeed.inference.trained_lora import change_of, is_lora
-from deepspeed.inference.weight_stream import SHARED
+from deepspeed.inference.trained_lora import delta_weight, is_lora
+from deepspeed.inference.weight_update import SHARED
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 
 BUCKET = 64 << 20  # bytes of tensors in one message
@@ -44,7 +44,7 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         elif ".base_layer." in name or name in (f"{owner}.weight", f"{owner}.bias"):
             halves = [] if kind != "weight" else list(layers[owner].parameters())
             with torch.no_grad(), GatheredParameters([param, *halves]):
-                change = change_of(layers[owner]) if kind == "weight" else None
+                change = delta_weight(layers[owner]) if kind == "weight" else None
                 tensor = param.detach()
                 tensor = tensor if change is None else (tensor.float() + change).to(tensor.dtype)
                 yield f"{owner}.{kind}", tensor

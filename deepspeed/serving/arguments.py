@@ -162,6 +162,8 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     if os.environ.get("DS_SERVE_API_KEY"):
         keys.append(os.environ["DS_SERVE_API_KEY"])
     _check(args)
+    if args.allow_weight_updates and args.quantize:
+        raise ArgumentError("--allow-weight-updates and --quantize exclude each other: packed weights stay as they are")
     template = _read(args.chat_template) if args.chat_template else ""
     speculation, draft, draft_quantize = _speculation(args)
     engine = EngineOptions(

@@ -23,7 +23,7 @@ from deepspeed.serving.metrics import Metrics, TokenTimes
 from deepspeed.serving.prompt_logprobs import attach, prompt_infos
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, answer_error, check_tokens
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
-from deepspeed.serving.weight_updates import WeightUpdates
+from deepspeed.serving.weight_updates import WeightUpdateEndpoint
 
 _group_numbers = itertools.count()
 _LONG = 20_000  # characters or tokens from which something is computed in a thread
@@ -244,7 +244,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
-        self.weights = WeightUpdates(engine)
+        self.weights = WeightUpdateEndpoint(engine)
         self.adapters = ServedAdapters(options.engine.lora_modules, options.names, engine)
         parsers = options.tool_call_parser, options.reasoning_parser
         self.chat = ChatFormat(tokenizer, options.chat_template, *parsers)

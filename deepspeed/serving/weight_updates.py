@@ -1,4 +1,4 @@
-"""`POST /update_weights`: new weights for a running server, by a stream of names and tensors in shared memory."""
+"""`POST /update_weights`: new weights for a running server, by messages that name tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class UpdateBody(JsonBody):
     tensors: list[TensorBody] = []
 
 
-class WeightUpdates:
-    """Updates of the engine's weights.
+class WeightUpdateEndpoint:
+    """Endpoint for updates of the engine's weights.
 
     Args:
         engine: the `EngineProcess`.

@@ -204,7 +204,7 @@ class _Engine:
     def __init__(self, options: EngineOptions, pipe: Connection) -> None:
         from deepspeed.foundation.transformers_model import vocabulary_size
         from deepspeed.inference.generator import Generator
-        from deepspeed.inference.weight_stream import WeightUpdate
+        from deepspeed.inference.weight_update import WeightUpdate
 
         model, tokenizer = load(options)
         size, of_class = vocabulary_size(model, decoder=True), getattr(model.config, ENDS, None)
@@ -329,9 +329,10 @@ class _Engine:
         """Answer "begin" once no request runs; go on if the sender of an update is silent."""
         if self._beginning is not None and self.updates.ready:
             self.pipe.send(Accepted(self._beginning.ident, self.updates.version))
+            self.updates.answered()
             self._beginning = None
         try:
-            if self.updates.given_up():
+            if self._beginning is None and self.updates.given_up():
                 self._resubmit()
         except UsageError as error:  # a mixture of weights answers nothing
             for held in self._held:

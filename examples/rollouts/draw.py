@@ -16,7 +16,7 @@ parser.add_argument("--output", default="runs/rollouts/grpo.png")
 arguments = parser.parse_args()
 
 COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:red"]
-PARTS = {"generate": "tab:blue", "score": "tab:gray", "train": "tab:orange"}
+PARTS = {"generate": "tab:blue", "reward": "tab:gray", "train": "tab:orange"}
 WINDOW = 10  # updates in a mean of the curves
 
 runs = [json.loads(path.read_text()) for path in sorted(Path(arguments.runs).glob("grpo-*.json"))]
@@ -50,7 +50,7 @@ Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(arguments.output, dpi=110)
 for run in runs:
     first, last = mean(run["rewards"][:WINDOW]), mean(run["rewards"][-WINDOW:])
-    seconds = sum(map(sum, (run["generate"], run["score"], run["train"])))
+    seconds = sum(map(sum, (run["generate"], run["reward"], run["train"])))
     difference = max(run["largest_difference"])
     print(
         f"stage {run['stage']}, seed {run['seed']}: reward {first:.3f} -> {last:.3f} in {len(run['rewards'])} updates, "

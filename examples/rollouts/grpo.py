@@ -88,7 +88,7 @@ figures = {
     "losses": [],
     "norms": [],
 }
-figures |= {"generate": [], "score": [], "train": [], "largest_difference": [], "first_tokens": []}
+figures |= {"generate": [], "reward": [], "train": [], "largest_difference": [], "first_tokens": []}
 
 for update in range(arguments.updates):
     begin = time.perf_counter()
@@ -100,7 +100,7 @@ for update in range(arguments.updates):
 
     rewards = torch.tensor([reward_of(rollout.prompt, rollout.tokens) for rollout in rollouts], device=engine.device)
     advantages = grpo_advantages(rewards, arguments.group)
-    scored = time.perf_counter()
+    rewarded = time.perf_counter()
 
     ids = padded([rollout.prompt + rollout.tokens for rollout in rollouts])
     values = padded([rollout.logprobs for rollout in rollouts], 0.0)
@@ -118,12 +118,16 @@ for update in range(arguments.updates):
     figures["rewards"].append(mean(rewards.mean()))
     figures["losses"].append(mean(loss.detach()))
     figures["norms"].append(float(engine.get_global_grad_norm()))
-    for name, seconds in (("generate", generated - begin), ("score", scored - generated), ("train", trained - scored)):
+    for name, seconds in (
+        ("generate", generated - begin),
+        ("reward", rewarded - generated),
+        ("train", trained - rewarded),
+    ):
         figures[name].append(seconds)
     if update < 5:
         figures["first_tokens"].append([rollout.tokens for rollout in rollouts])
     if rank == 0 and (update % 20 == 0 or update == arguments.updates - 1):
-        times = ", ".join(f"{name} {1000 * figures[name][-1]:.0f} ms" for name in ("generate", "score", "train"))
+        times = ", ".join(f"{name} {1000 * figures[name][-1]:.0f} ms" for name in ("generate", "reward", "train"))
         print(f"update {update}: reward {figures['rewards'][-1]:.3f}, {times}", flush=True)
 
 if rank == 0:

@@ -203,7 +203,7 @@ def norms_before_a_change(stage: int) -> None:
             assert abs(engine.get_global_grad_norm() - wanted) <= 1e-6 * wanted, change
 
 
-def norms_before_a_change_of_one_rank(stage: int) -> None:
+def norms_before_a_delta_weight_one_rank(stage: int) -> None:
     """Where one rank has written to its part, all form the norm anew; the next step knows nothing of it."""
     torch.manual_seed(0)
     with start(stage, clip=0.01) as engine:
@@ -249,7 +249,7 @@ def test_asking_for_norms_changes_nothing_where_the_optimizer_has_a_part(workers
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_change_on_one_rank_after_gradient_norms_makes_all_form_the_norm_anew(workers: Workers, stage: int) -> None:
-    workers(RANKS).run(norms_before_a_change_of_one_rank, stage)
+    workers(RANKS).run(norms_before_a_delta_weight_one_rank, stage)
 
 
 def test_gradient_norms_are_those_of_one_process(workers: Workers) -> None:

@@ -89,7 +89,7 @@ def test_of_equal_copies_the_lowest_rank_stores_one() -> None:
     ]
 
 
-def read_thirds_of_halves(folder: Path, rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def read_thirds_of_factors(folder: Path, rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Load three slices of columns from two; gives the number of runs asked for, and of blocks read."""
     whole = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
     boxes = [
@@ -120,7 +120,7 @@ def test_rows_are_not_read_one_by_one(tmp_path: Path, monkeypatch: pytest.Monkey
     for times in (1, 2):
         (tmp_path / str(times)).mkdir()
         rows = times * elements // width
-        counts.append(read_thirds_of_halves(tmp_path / str(times), rows, width, monkeypatch))
+        counts.append(read_thirds_of_factors(tmp_path / str(times), rows, width, monkeypatch))
     asked, filled = zip(*counts, strict=True)
     assert asked == (4, 4)  # slices in common, whatever the number of rows
     # Each of three reads goes through a file or two, block by block.

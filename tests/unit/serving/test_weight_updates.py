@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import deepspeed.inference.weight_stream as weight_stream
+import deepspeed.inference.weight_update as weight_update
 from deepspeed.errors import DeepSpeedError, RequestError, UsageError
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.shared_tensors import SharedTensor
-from deepspeed.inference.weight_stream import SHARED, WeightUpdate, copy_tensors
+from deepspeed.inference.weight_update import SHARED, WeightUpdate, copy_tensors
 from deepspeed.rollouts.weight_sender import WeightSender, whole_tensors
 from tests.unit.serving.inline import inline
 
@@ -140,7 +140,7 @@ def test_a_bucket_that_does_not_fit_changes_nothing(folder: Path) -> None:
 def test_an_update_that_nobody_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = versions(folder, 1)[0]
     update, now = WeightUpdate(Generator(model), patience=10), [0.0]
-    monkeypatch.setattr(weight_stream.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(weight_update.time, "monotonic", lambda: now[0])
     update.begin()
     assert not update.given_up() and update.active
     now[0] = 11.0

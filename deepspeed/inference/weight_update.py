@@ -54,7 +54,7 @@ def _fits(tensor: SharedTensor, own: dict[str, Any]) -> bool:
         raise RequestError(f"{tensor.name}: dtype {tensor.dtype!r:.40} is none of {', '.join(DTYPES)}")
     if tensor.name not in own:
         raise RequestError(
-            f"the served model has no tensor {tensor.name!r:.100}; packed weights (--quantization) cannot be updated"
+            f"the served model has no tensor {tensor.name!r:.100}; packed weights (--quantize) cannot be updated"
         )
     if tuple(own[tensor.name].shape) != tuple(tensor.shape):
         raise RequestError(f"{tensor.name}: shape {tensor.shape} instead of {tuple(own[tensor.name].shape)}")
@@ -89,6 +89,10 @@ class WeightUpdate:
     def ready(self) -> bool:
         """Whether tensors may be sent: an update has begun, and no request runs."""
         return self.active and self._generator.idle
+
+    def answered(self) -> None:
+        """Note that the sender has got its answer to "begin"; its patience counts from here."""
+        self._last = time.monotonic()
 
     def begin(self) -> None:
         """Begin an update; UsageError if one is under way."""

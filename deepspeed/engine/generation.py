@@ -1,0 +1,156 @@
+"""Generation by an engine in training over its own weights: rollouts, scores, and calls of `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.log import log_once, warn_once
+
+if TYPE_CHECKING:  # Transformers is an optional dependency, imported at first use
+    from deepspeed.inference.generator import Generator
+    from deepspeed.inference.sampling_params import SamplingParams
+    from deepspeed.rollouts.generation import Rollout
+
+
+class Generation:
+    """Generation over the weights of an engine: at stages 0 to 2 where they lie, at stage 3 gathered.
+
+    With `hybrid_engine.pin_parameters` (the default of an enabled block) stage 3 gathers the whole model once for a
+    call, else layer by layer. All ranks make the same calls; on CPUs none waits for another.
+
+    Args:
+        state: state of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._generator: Generator | None = None
+        self.seconds = {"generate": 0.0, "gather": 0.0}  # since the last call of `eval`
+        self.sequences = 0  # answers since then
+
+    @property
+    def generator(self) -> Generator:
+        """Generator over the engine's model, made at the first call. All ranks call this.
+
+        Raises:
+            NotAvailableError: ranks have pipeline stages, parts of a sequence, or experts of their own.
+        """
+        from deepspeed.inference.executors.engine_weights import trained_model
+        from deepspeed.inference.generator import Generator
+        from deepspeed.inference.request import length_limit
+
+        if self._generator is None:
+            divided = [dim for dim in ("pp", "sp") if self._state.axes.mesh.sizes[dim] > 1]
+            if divided:
+                raise NotAvailableError(f"generation by an engine whose ranks share a model by {', '.join(divided)}")
+            module, keys = self._state.module, self._state.ds_config.top.hybrid_engine
+            set_by_user = keys.enabled and "max_out_tokens" in keys.model_fields_set
+            limits = [length_limit(trained_model(module)), keys.max_out_tokens if set_by_user else None]
+            limit = min((each for each in limits if each is not None), default=None)
+            self._generator = Generator(module, max_length=limit)
+        return self._generator
+
+    @property
+    def weights_version(self) -> int:
+        """Number of changes of the weights that were noticed; several between two calls count once. All ranks call."""
+        return self.generator.weights_version
+
+    @contextmanager
+    def _turn(self) -> Iterator[Generator]:
+        """Context of one call of all ranks: weights are gathered once, and pages given back, if the JSON says so."""
+        if self._state.window.seen:
+            log_once("generation between two micro-batches of an update: weights are those of the last update")
+        generator, keys = self.generator, self._state.ds_config.top.hybrid_engine
+        begun = gathered = time.perf_counter()
+        try:
+            if (keys.enabled and keys.pin_parameters) or not generator.weights.read_alone():
+                generator.weights.pin()
+            gathered = time.perf_counter()
+            yield generator
+        finally:
+            generator.weights.unpin()
+            if keys.enabled and keys.release_inference_cache:
+                generator.release_cache()
+            self.seconds["gather"] += gathered - begun
+            self.seconds["generate"] += time.perf_counter() - gathered
+
+    def rollout(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, n: int = 1
+    ) -> list[Rollout]:
+        """Generate `n` answers to each prompt, with their log-probabilities and the version of the weights.
+
+        All ranks call this, each with prompts of its own; a rank may have none.
+
+        Args:
+            prompts: tokens of each prompt.
+            sampling: options of all of them; without `seed`, a seed is drawn from torch's generator. None: greedy, at
+                most 128 tokens.
+            n: number of answers to each prompt.
+
+        Returns:
+            Answers, those of one prompt one after the other.
+
+        Raises:
+            RequestError: a prompt or an option is not possible.
+            LengthError: a prompt and its answer exceed the model's context.
+        """
+        from dataclasses import replace
+
+        from deepspeed.inference.sampling_params import SamplingParams
+        from deepspeed.rollouts.generation import generate_rollouts
+
+        sampling = sampling or SamplingParams()
+        if sampling.temperature and sampling.seed is None:
+            sampling = replace(sampling, seed=self._seed())
+        with self._turn() as generator:
+            answers = generate_rollouts(generator, prompts, sampling, n)
+        self.sequences += len(answers)
+        return answers
+
+    def score(self, sequences: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[torch.Tensor]:
+        """Return the log-probability of each token of the sequences but the first, fp32 [length - 1] each.
+
+        All ranks call this. For the weights that have drawn a token with the same sampling, the bits are the same.
+
+        Args:
+            sequences: tokens of each sequence.
+            sampling: its temperature and truncation count; None: the model's own probabilities.
+
+        Raises:
+            RequestError: a token is outside of the vocabulary.
+            LengthError: a sequence exceeds the model's context.
+        """
+        from deepspeed.rollouts.generation import score_sequences
+
+        with self._turn() as generator:
+            return score_sequences(generator, sequences, sampling)
+
+    def generate(self, own: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+        """Answer a call of `generate`; `own` is the module's method, for calls that a generator cannot answer."""
+        from deepspeed.inference.native_generate import CallReader
+
+        with torch.no_grad():
+            if self._state.sliced:
+                call: Any = "its layers or experts are divided among ranks"
+            elif (generator := self.generator).kind == "generate":
+                call = generator.why
+            else:
+                call = CallReader(generator.model, generator.vocabulary, draws=True).read(inputs, kwargs)
+            if isinstance(call, str):
+                warn_once(f"generate goes through {type(self._state.module).__name__}'s own: {call}")
+                return own(*inputs, **kwargs)
+            answers = self.rollout(call.prompts, call.sampling, call.samples)
+        return call.result([answer.tokens for answer in answers])
+
+    def close(self) -> None:
+        """Free the cache of the generator."""
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None
