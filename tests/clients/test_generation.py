@@ -123,7 +123,7 @@ def test_adapters_do_not_hide_the_cache(warned: list[str]) -> None:
     assert generator.kind == "packed", generator.why
     wanted = [alone(model.get_base_model(), prompt, NEW) for prompt in prompts((12, 5))]
     assert generator.generate(prompts((12, 5)), SamplingParams(max_new_tokens=NEW, ignore_eos=True)) == wanted
-    assert [line for line in warned if "PeftModelForCausalLM wraps a model" in line], warned
+    assert not [line for line in warned if "native passes" in line], warned  # LoRA's changes are added in them
 
 
 def test_kernel_injection_that_replaces_nothing_warns(warned: list[str]) -> None:

@@ -59,7 +59,7 @@ def test_names_resolve(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("deepspeed", "DeepSpeedHybridEngine"),
+        ("deepspeed", "DeepSpeedTransformerLayer"),
     ],
 )
 def test_a_later_feature_says_so(module: str, name: str) -> None:

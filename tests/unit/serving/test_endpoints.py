@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed.errors import ArgumentError
 from deepspeed.serving.arguments import parse
+from tests.harness.pool import PATIENCE
 from tests.unit.serving.inline import InlineServer, inline
 from tests.unit.serving.test_answers import events
 
@@ -255,6 +257,9 @@ def test_ids_of_requests_are_sent_back_and_logged(tiny: InlineServer, caplog: py
         assert httpx.get(f"{tiny.url}/health").headers["x-request-id"]
         assert httpx.post(f"{tiny.url}/x%0aINFO forged %1b[31m").status_code == 404
         tiny.until_free()
+        until = time.monotonic() + 10 * PATIENCE
+        while not any("forged" in record.getMessage() for record in caplog.records) and time.monotonic() < until:
+            time.sleep(0.02)  # a line is logged after its answer was sent
     finally:
         log.removeHandler(caplog.handler)
     lines = [record.getMessage() for record in caplog.records]
