@@ -114,6 +114,14 @@ class Generation:
         self.sequences += len(answers)
         return answers
 
+    def _seed(self) -> int:
+        """Return a seed from torch's generator, the same on all ranks that run one model together."""
+        seed, mesh = torch.randint(2**62, ()), self._state.axes.mesh
+        if mesh.sizes["tp"] > 1:
+            seed = seed.to(self._state.device)
+            broadcast_tensors(mesh.axis("tp"), [seed], "seed of rollouts")
+        return int(seed)
+
     def score(self, sequences: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each token of the sequences but the first, fp32 [length - 1] each.
 

@@ -315,3 +315,33 @@ def adapters_followed(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_adapters_that_are_switched_off_and_on(workers: Any, stage: int) -> None:
     assert workers(2).run(adapters_followed, stage, timeout=120) == [[], []]
+
+
+def cut_over_ranks(stage: int) -> list[str]:
+    """Where answers of an engine whose matrices are cut over two ranks are not those of the whole model."""
+    model, wrong = model_of("llama"), []
+    whole = copy.deepcopy(model)
+    config = settings(stage, tensor_parallel={"autotp_size": 2}, hybrid_engine={"enabled": True})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    prompts = prompts_of(0)  # ranks of one model have the same
+    got = engine.rollout(prompts, SamplingParams(max_new_tokens=NEW))
+    if [answer.tokens for answer in got] != answers(whole, prompts):
+        wrong.append("greedy")
+    torch.manual_seed(10 + dist.get_rank())
+    drawn = engine.rollout(prompts, SamplingParams(max_new_tokens=NEW, temperature=1.0), n=2)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [answer.tokens for answer in drawn])
+    if everyone[0] != everyone[1]:
+        wrong.append("ranks of one model draw other tokens")
+    ids = torch.tensor(prompts[:1])
+    call = {"max_new_tokens": 5, "do_sample": False}
+    if not torch.equal(engine.generate(ids, **call), type(whole).generate(whole, ids, **call)):
+        wrong.append("generate")
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_that_share_a_model_answer_together(workers: Any, stage: int) -> None:
+    assert workers(2).run(cut_over_ranks, stage, timeout=120) == [[], []]
