@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_once, warn_once
