@@ -84,7 +84,7 @@ class TrainedLora:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._layers: Any = None  # LoRA layers by name
+        self._layers: dict[str, Any] | None = None  # LoRA layers by name; None: not looked for yet
         self._factors: dict[str, Any] = {}
         self._adapter: LoraAdapter | None = None
         self._state: Any = None
@@ -97,11 +97,11 @@ class TrainedLora:
             blocks: decoder layers.
             layers: the same as an array of `Layer`.
         """
-        self._find()
+        layers_of_lora = self._find()
         self._adapter, self._factors = None, {}
-        if not self._layers:
+        if not layers_of_lora:
             return
-        changes = {name: _factors(module) for name, module in self._layers.items()}
+        changes = {name: _factors(module) for name, module in layers_of_lora.items()}
         self._factors = {name: halves for name, halves in changes.items() if halves is not None}
         self._state = self.switches()
         if not self._factors:
@@ -116,18 +116,18 @@ class TrainedLora:
         self._copy(weights)
         bind(self._adapter, self._model, blocks, layers)
 
-    def _find(self) -> None:
+    def _find(self) -> dict[str, Any]:
         self._layers = {name: module for name, module in self._model.named_modules() if is_lora(module)}
+        return self._layers
 
     def switches(self) -> list[Any]:
         """Return what decides which adapters are used now, of the layers at the first call or at `read`."""
-        if self._layers is None:
-            self._find()
+        layers = self._find() if self._layers is None else self._layers
         return [
             (m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters), *m.scaling.values())
             if is_peft(m)
             else (m.lora_scaling, getattr(m, "fuse_lora", False))
-            for m in self._layers.values()
+            for m in layers.values()
         ]
 
     def replaced(self) -> bool:
