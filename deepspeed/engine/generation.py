@@ -102,12 +102,18 @@ class Generation:
             RequestError: a prompt or an option is not possible.
             LengthError: a prompt and its answer exceed the model's context.
         """
-        from dataclasses import replace
-
         from deepspeed.inference.sampling_params import SamplingParams
-        from deepspeed.rollouts.generation import generate_rollouts
+        from deepspeed.rollouts.generation import check_scores_kept
 
         sampling = sampling or SamplingParams()
+        check_scores_kept(sampling)
+        return self._answers(prompts, sampling, n)
+
+    def _answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, n: int) -> list[Rollout]:
+        from dataclasses import replace
+
+        from deepspeed.rollouts.generation import generate_rollouts
+
         if sampling.temperature and sampling.seed is None:
             sampling = replace(sampling, seed=self._seed())
         with self._turn() as generator:
@@ -155,7 +161,7 @@ class Generation:
             if isinstance(call, str):
                 warn_once(f"generate goes through {type(self._state.module).__name__}'s own: {call}")
                 return own(*inputs, **kwargs)
-            answers = self.rollout(call.prompts, call.sampling, call.samples)
+            answers = self._answers(call.prompts, call.sampling, call.samples)
         return call.result([answer.tokens for answer in answers])
 
     def close(self) -> None:

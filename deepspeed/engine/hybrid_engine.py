@@ -23,11 +23,15 @@ class GenerateMethod:
 
     def __init__(self, module: nn.Module, generation: Generation) -> None:
         self._module, self._generation = module, generation
-        self.own = vars(module).get("generate")  # what an earlier part of the engine has put there
+        self.replaced = vars(module).get("generate")  # what an earlier part of the engine has put there
+
+    @property
+    def own(self) -> Any:
+        """The method that calls go to which a generator cannot answer."""
+        return _own_generate(self._module) if self.replaced is None else self.replaced
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        own = _own_generate(self._module) if self.own is None else self.own
-        return self._generation.generate(own, *inputs, **kwargs)
+        return self._generation.generate(self.own, *inputs, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _own_generate(memo.get(id(self._module), self._module))
@@ -54,8 +58,8 @@ class HybridMethods:
 
     def _end_hybrid(self) -> None:
         method = vars(self.module).pop("generate", None)
-        if isinstance(method, GenerateMethod) and method.own is not None:
-            vars(self.module)["generate"] = method.own
+        if isinstance(method, GenerateMethod) and method.replaced is not None:
+            vars(self.module)["generate"] = method.replaced
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Generate tokens with the engine's weights; arguments and result as those of Transformers' `generate`.

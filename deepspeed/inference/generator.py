@@ -279,7 +279,8 @@ class Generator:
             New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.
         """
         with self._lock:
-            if self._live and (self.weights.changed() or self.weights.switches != self._weights_seen[1]):
+            weights = self.weights
+            if self._live and (weights.changed() or (weights.known_version, weights.switches) != self._weights_seen):
                 raise UsageError(
                     f"the weights, or the adapters in use, have changed while {len(self._live)} requests are under "
                     "way, so their answers would mix two versions: finish or cancel requests before the next update"

@@ -86,6 +86,7 @@ class CallReader:
         begins = [0] * len(ids) if mask is None else (mask.shape[1] - mask.long().sum(1)).tolist()
         prompts = [row[begin:] for row, begin in zip(ids.tolist(), begins, strict=True)]
         ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
+        ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
         ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
         size = self._vocabulary  # configs of small models may name end tokens of the original's vocabulary
         ends = tuple(int(end) for end in ends if end >= 0 and (size is None or end < size))
@@ -105,7 +106,10 @@ class CallReader:
             return {}
         names = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
         chosen = {name: self._argument(name, kwargs) for name in names}
-        options = {name: names[name] if value is None else value for name, value in chosen.items()}
+        off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # what None as an argument means
+        options = {
+            name: (off if name in kwargs else names)[name] if value is None else value for name, value in chosen.items()
+        }
         return options
 
     def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:
@@ -117,12 +121,14 @@ class CallReader:
         return getattr(self._model.generation_config, name, None) if value is None else value
 
     def _why_not(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        config = kwargs.get("generation_config") or self._model.generation_config
+        own: dict[str, Any] = self._model.generation_config.to_diff_dict()  # fills what a passed config leaves out
+        passed = kwargs.get("generation_config")
+        config = own | ({} if passed is None else {k: v for k, v in passed.to_diff_dict().items() if v is not None})
         if not self._draws and self._argument("do_sample", kwargs) not in _NOTHING:
             return "tokens are drawn, with torch's own random numbers"
         if self._argument("num_beams", kwargs) not in (None, 1):
             return "beams"
-        options = {**config.to_diff_dict(), **kwargs}
+        options = {**config, **kwargs}
         known = _READ | _IDLE | (_DRAWN | _IDLE_IN_TRAINING if self._draws else set())
         others = sorted(
             name

@@ -31,12 +31,18 @@ def is_peft(module: Any) -> bool:
     return {"base_layer", "lora_A", "lora_B"} <= set(vars(module).get("_modules", ()))
 
 
+def has_adapters(module: Any) -> bool:
+    """Return whether a module is a layer of PEFT with adapters of any kind."""
+    kind = type(module)
+    return all(isinstance(getattr(kind, name, None), property) for name in ("active_adapters", "disable_adapters"))
+
+
 def base_of(module: Any) -> Any:
     """Return the linear layer inside of a LoRA layer. PackingError if the layer does more than add a product."""
     if not is_peft(module):
         plain = nn.Linear.__new__(nn.Linear)  # DeepSpeed-Chat's layer holds weight and bias itself
         nn.Module.__init__(plain)
-        plain._parameters = module._parameters
+        plain._parameters = {"weight": module.weight, "bias": module.bias}
         return plain
     variants = getattr(module, "lora_variant", None) or any(getattr(module, "lora_bias", {}).values())
     if variants:
@@ -58,6 +64,12 @@ def _factors(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | No
         return None
     name = active[0]
     return module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]), False
+
+
+def _ids(module: Any) -> list[int]:
+    """Return what tells an adapter from another one of the same name."""
+    used = [name for name in module.active_adapters if name in module.lora_A]
+    return [id(half[name].weight) for name in used for half in (module.lora_A, module.lora_B)]
 
 
 def delta_weight(module: Any) -> torch.Tensor | None:
@@ -85,6 +97,7 @@ class TrainedLora:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: dict[str, Any] | None = None  # LoRA layers by name; None: not looked for yet
+        self._others: list[Any] = []  # layers with adapters of other kinds
         self._factors: dict[str, Any] = {}
         self._adapter: LoraAdapter | None = None
         self._state: Any = None
@@ -118,17 +131,21 @@ class TrainedLora:
 
     def _find(self) -> dict[str, Any]:
         self._layers = {name: module for name, module in self._model.named_modules() if is_lora(module)}
+        plain = set(self._layers.values())
+        self._others = [module for module in self._model.modules() if has_adapters(module) and module not in plain]
         return self._layers
 
     def switches(self) -> list[Any]:
         """Return what decides which adapters are used now, of the layers at the first call or at `read`."""
         layers = self._find() if self._layers is None else self._layers
-        return [
-            (m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters), *m.scaling.values())
+        plain = [
+            (m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters), tuple(m.scaling.values()), _ids(m))
             if is_peft(m)
             else (m.lora_scaling, getattr(m, "fuse_lora", False))
             for m in layers.values()
         ]
+        merged = [tuple(getattr(m, "merged_adapters", ())) for m in self._others]
+        return [*plain, *merged, *((m.disable_adapters, tuple(m.active_adapters)) for m in self._others)]
 
     def replaced(self) -> bool:
         """Return whether another adapter is used than when the layers were read."""

@@ -95,10 +95,11 @@ class WeightUpdate:
         self._last = time.monotonic()
 
     def begin(self) -> None:
-        """Begin an update; UsageError if one is under way."""
-        if self.active:
+        """Begin an update; UsageError if one is under way whose sender is not silent."""
+        if self.active and time.monotonic() - self._last < self._patience:
             raise UsageError("an update of the weights is under way")
-        self.active, self._changed, self._last = True, False, time.monotonic()
+        self._changed = self.active and self._changed  # of a sender that is gone
+        self.active, self._last = True, time.monotonic()
 
     def copy(self, file: str, tensors: Sequence[SharedTensor]) -> None:
         """Copy tensors as `copy_tensors`; UsageError if requests run or no update has begun."""

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.errors import RequestError
 from deepspeed.inference.generator import Generator
+from deepspeed.inference.logprobs import truncates
 from deepspeed.inference.request import Request
 from deepspeed.inference.sampling_params import SamplingParams
 
@@ -33,6 +34,15 @@ class Rollout:
     logprobs: list[float]
     finish_reason: str
     version: int
+
+
+def check_scores_kept(sampling: SamplingParams) -> None:
+    """Raise RequestError for options that let a token be drawn which truncation leaves out of the log-probabilities."""
+    names = ("min_new_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "structured")
+    others = [name for name in names if getattr(sampling, name)]
+    others += ["repetition_penalty"] if sampling.repetition_penalty != 1 else []
+    if others and sampling.temperature and truncates(sampling):
+        raise RequestError(f"rollouts with top_k, top_p or min_p have no log-probabilities under {', '.join(others)}")
 
 
 def generate_rollouts(

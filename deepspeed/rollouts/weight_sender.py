@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.process_group import get_rank, is_initialized
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import DeepSpeedError, NotAvailableError, PackingError, UsageError
 from deepspeed.inference.executors.engine_weights import trained_model
 from deepspeed.inference.shared_tensors import DTYPES
-from deepspeed.inference.trained_lora import delta_weight, is_lora
+from deepspeed.inference.trained_lora import base_of, delta_weight, has_adapters, is_lora
 from deepspeed.inference.weight_update import SHARED
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 
@@ -35,6 +35,9 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     inner = trained_model(model)
     layers = {name: module for name, module in inner.named_modules() if is_lora(module)}
+    for name, module in inner.named_modules():
+        if (has_adapters(module) or name in layers) and not _is_plain(module):
+            raise NotAvailableError(f"{name}: weights with adapters other than LoRA of linear layers cannot be sent")
     for name, param in inner.named_parameters():
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         kind = name.rpartition(".")[2]
@@ -48,6 +51,16 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = param.detach()
                 tensor = tensor if change is None else (tensor.float() + change).to(tensor.dtype)
                 yield f"{owner}.{kind}", tensor
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer with adapters is a linear layer with LoRA, without a variant of it."""
+    try:
+        return (
+            is_lora(module) and isinstance(base_of(module), nn.Linear) and not getattr(module, "fan_in_fan_out", False)
+        )
+    except PackingError:
+        return False
 
 
 class WeightSender:
@@ -69,19 +82,28 @@ class WeightSender:
         Raises:
             DeepSpeedError: the server refuses a message or does not answer; the message says why.
         """
-        sends = not is_initialized() or get_rank() == 0
-        if sends:
-            self._post({"action": "begin", "mode": self._mode})
+        tensors = whole_tensors(model)
+        if is_initialized() and get_rank() != 0:
+            for _ in tensors:
+                pass
+            return None
+        try:
+            return self._send(tensors)
+        finally:
+            for _ in tensors:  # after an error too: the other ranks gather every tensor
+                pass
+
+    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        self._post({"action": "begin", "mode": self._mode})
         with tempfile.NamedTemporaryFile(dir=SHARED, prefix="ds-weights-") as file:
             entries: list[dict[str, Any]] = []
-            for name, tensor in whole_tensors(model):
-                if sends:
-                    if entries and file.tell() + tensor.nbytes > BUCKET:
-                        self._flush(file, entries)
-                    entries.append(self._write(file, name, tensor))
-            if sends and entries:
+            for name, tensor in tensors:
+                if entries and file.tell() + tensor.nbytes > BUCKET:
+                    self._flush(file, entries)
+                entries.append(self._write(file, name, tensor))
+            if entries:
                 self._flush(file, entries)
-        return self._post({"action": "end"})["weights_version"] if sends else None
+        return self._post({"action": "end"})["weights_version"]
 
     @staticmethod
     def _write(file: Any, name: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def trained_model(model: nn.Module) -> nn.Module:
     while True:
         own = vars(model).get("_modules", {})
         if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
-            if getattr(model.active_peft_config, "is_prompt_learning", False):
+            config: Any = model.active_peft_config
+            invoked = getattr(config, "alora_invocation_tokens", None) or str(config.peft_type).endswith("XLORA")
+            if getattr(config, "is_prompt_learning", False) or invoked:
                 return model
             model = model.get_base_model()  # type: ignore[operator]
         elif "module" in own and hasattr(type(model), "backward"):
@@ -94,7 +96,8 @@ class EngineWeights:
         # A sum of addresses shows `param.data = …`, which changes no version counter.
         versions = sum(map(version_of, self._plain))
         places = sum(map(torch.Tensor.data_ptr, self._plain)) if not self._on_meta() else 0
-        return versions, places, sum(group.changes for group in self._groups), len(self._params)
+        dtype = next((param.dtype for param in self._params if param.is_floating_point()), None)
+        return versions, places, sum(group.changes for group in self._groups), len(self._params), dtype
 
     @property
     def switches(self) -> Any:
@@ -103,6 +106,11 @@ class EngineWeights:
 
     def _on_meta(self) -> bool:
         return any(param.is_meta for param in self._plain)
+
+    @property
+    def known_version(self) -> int:
+        """What `version` was when it was read last."""
+        return self._version
 
     @property
     def version(self) -> int:

@@ -107,7 +107,9 @@ class Thread:
             options["num_return_sequences"] = 1
         if getattr(self._model.config, "is_encoder_decoder", False):
             options["max_length"] = None
-        self._model.generate(  # type: ignore[operator]
+        method = self._model.generate
+        # That of an engine in training would wait for the generator whose thread this is.
+        getattr(method, "own", method)(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]

@@ -104,7 +104,7 @@ class Structure:
     kind: int = 0  # dtype code of a packed table's rows
     uneven: list[nn.Module] = field(default_factory=list)  # modules with parts of matrices at uneven rows
     experts: dict[int, Any] = field(default_factory=dict)  # arrays to which entries of `layers` point
-    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
+    seen: list[tuple[dict[Any, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
     # Weights among these values, and their addresses; without those that are gathered before use.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
     sharded: dict[int, list[Any]] = field(default_factory=dict)  # by part: parameters that are gathered before use
@@ -142,7 +142,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, weights: EngineWeights) -> None:
         self.model, self._weights = model, weights
-        self.seen: dict[int, dict[str, Any]] = {}
+        self.seen: dict[int, dict[Any, Any]] = {}
         self.uneven: list[nn.Module] = []
         self.experts: dict[int, Any] = {}
 
@@ -163,6 +163,8 @@ class Reader:
         for module in self.model.modules():
             if changes_its_call(module):
                 raise PackingError(f"the forward of {type(module).__name__} is hooked")
+            self._see(module._forward_hooks)
+            self._see(module._forward_pre_hooks)
         blocks = list(parts["layers"])
         self._see(parts["layers"]._modules)
         structure = Structure(base, self.model._modules["lm_head"], blocks, (Layer * len(blocks))())
@@ -193,7 +195,7 @@ class Reader:
         if part in structure.sharded:
             structure.addresses[part] = list(map(torch.Tensor.data_ptr, structure.sharded[part]))
 
-    def _see(self, owner: dict[str, Any]) -> None:
+    def _see(self, owner: dict[Any, Any]) -> None:
         """Record a dict of modules, tensors or settings, for `Structure.changed`."""
         self.seen[id(owner)] = owner
 

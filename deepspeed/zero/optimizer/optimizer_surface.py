@@ -185,6 +185,8 @@ class OptimizerSurface:
     def update_lp_params(self) -> None:
         """Round master weights to the model's dtype; at stages 1 and 2, all-gather them. All ranks must call this."""
         all_gather_updated(self.groups)
+        for group in self.groups:
+            group.advance()
 
     def check_overflow(self, partition_gradients: bool = True) -> bool:
         """Return whether any gradient since the last update is not finite, on any rank. All ranks must call this.

@@ -53,6 +53,7 @@ class State(enum.Enum):
     GATHERED = "gathered"
 
 
+_first_changes = itertools.count(1 << 32, 1 << 32)
 _STATUS = {
     State.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
     State.INFLIGHT: ZeroParamStatus.INFLIGHT,
@@ -108,7 +109,7 @@ class ShardGroup(LocalShard):
         self.lifecycle: Gatherer | None = None  # hooks of the engine that gathers the group
         self.gather_order: GatherOrder | None = None  # check of the order of all-gathers; None: not needed
         self._observer: Callable[[ShardGroup], None] | None = None
-        self.changes = 0  # number of changes of the shard's values
+        self.changes = next(_first_changes)  # grows with each change of the shard's values; no two groups have a value
         self._handle: Handle | None = None  # all-gather in progress
         self._arrival: PendingCopy | None = None  # copy of this rank's shard from another device, in progress
         self._seq = itertools.count()
