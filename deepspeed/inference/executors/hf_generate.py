@@ -107,9 +107,10 @@ class Thread:
             options["num_return_sequences"] = 1
         if getattr(self._model.config, "is_encoder_decoder", False):
             options["max_length"] = None
-        method = self._model.generate
-        # That of an engine in training would wait for the generator whose thread this is.
-        getattr(method, "own", method)(  # type: ignore[operator]
+        method: Any = self._model.generate
+        if isinstance(vars(type(method)).get("own"), property):  # an engine's, which waits for this thread's generator
+            method = method.own
+        method(
             ids,
             attention_mask=torch.ones_like(ids),
             logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]
