@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.serving.ipc import Accepted, LoadAdapter, Refused, UnloadAdapter
-from deepspeed.serving.protocol import APIError, JsonBody
+from deepspeed.errors import ArgumentError
+from deepspeed.serving.ipc import LoadAdapter, UnloadAdapter
+from deepspeed.serving.protocol import APIError, JsonBody, carry_out
 
 OPTION = "--lora-modules"
 
@@ -100,7 +100,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{wanted.lora_name}' added successfully."
 
     async def _load(self, module: LoraModule) -> None:
-        await self._ask(lambda ident: LoadAdapter(ident, module.name, module.path))
+        await carry_out(self._engine, lambda ident: LoadAdapter(ident, module.name, module.path), "lora_path")
         self.modules[module.name] = module
 
     async def unload(self, body: bytes) -> str:
@@ -108,26 +108,5 @@ class ServedAdapters:
         name = UnloadBody.parse(body).lora_name
         if self.modules.pop(name, None) is None:
             raise APIError(404, f"There is no adapter {name!r}", "lora_name", "model_not_found")
-        await self._ask(lambda ident: UnloadAdapter(ident, name))
+        await carry_out(self._engine, lambda ident: UnloadAdapter(ident, name), "lora_path")
         return f"Success: LoRA adapter '{name}' removed successfully."
-
-    async def _ask(self, message: Any) -> None:
-        """Send a message to the engine and wait for its answer; raises `APIError` for a refusal."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def put(result: Any) -> None:
-            if not answer.done():
-                answer.set_result(result)
-
-        try:
-            ident = self._engine.ask(message, put)
-        except UsageError as error:
-            raise APIError(503, str(error), code="engine_ended") from None
-        try:
-            result = await answer
-        finally:
-            self._engine.live.pop(ident, None)
-        if isinstance(result, Refused):
-            raise APIError(400, result.reason, "lora_path", result.code)
-        if not isinstance(result, Accepted):
-            raise APIError(503, "the engine has ended", code="engine_ended")

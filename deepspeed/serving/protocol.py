@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deepspeed.errors import DeepSpeedError, RequestError
+from deepspeed.errors import DeepSpeedError, RequestError, UsageError
 from deepspeed.inference.sampling_params import BEAM_OPTIONS, sampling_defaults
 from deepspeed.inference.structured_output import StructuredOutput
 from deepspeed.serving.constraints import ConstrainedRequest
+from deepspeed.serving.ipc import Accepted, Refused
 
 # Fields without effect on the answer: accepted and ignored.
 IGNORED_FIELDS = {
@@ -508,3 +510,35 @@ class ChatCompletionRequest(BaseRequest):
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+async def carry_out(engine: Any, message: Callable[[int], Any], field: str | None = None) -> Accepted:
+    """Send `message(number)`, which is no request for an answer, to the engine; returns what it reports at the end.
+
+    Args:
+        engine: the `EngineProcess`.
+        message: function of the message's number.
+        field: field of the client's body that a refusal names.
+
+    Raises:
+        APIError: status 400: the engine refuses it; 503: the engine has ended.
+    """
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def put(result: Any) -> None:
+        if not answer.done():
+            answer.set_result(result)
+
+    try:
+        ident = engine.ask(message, put)
+    except UsageError as error:
+        raise APIError(503, str(error), code="engine_ended") from None
+    try:
+        result = await answer
+    finally:
+        engine.live.pop(ident, None)
+    if isinstance(result, Refused):
+        raise APIError(400, result.reason, field, result.code)
+    if not isinstance(result, Accepted):
+        raise APIError(503, "the engine has ended", code="engine_ended")
+    return result

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Literal
 
-from deepspeed.errors import UsageError
 from deepspeed.inference.shared_tensors import DTYPES, SharedTensor
-from deepspeed.serving.ipc import Accepted, ChangeWeights, Refused
-from deepspeed.serving.protocol import APIError, JsonBody
+from deepspeed.serving.ipc import ChangeWeights
+from deepspeed.serving.protocol import APIError, JsonBody, carry_out
 
 
 class TensorBody(JsonBody):
@@ -57,27 +57,12 @@ class WeightUpdateEndpoint:
         if any(size < 0 for each in tensors for size in each.shape) or {each.dtype for each in tensors} - set(DTYPES):
             raise APIError(400, f"tensors: sizes from 0, dtypes {', '.join(DTYPES)}", "tensors", "invalid_value")
         # A client that leaves does not interrupt it: the engine carries it out in any case.
-        return await asyncio.shield(asyncio.ensure_future(self._ask(wanted, tensors)))
-
-    async def _ask(self, wanted: UpdateBody, tensors: tuple[SharedTensor, ...]) -> dict[str, Any]:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def put(result: Any) -> None:
-            if not answer.done():
-                answer.set_result(result)
-
-        try:
-            ident = self._engine.ask(
-                lambda number: ChangeWeights(number, wanted.action, wanted.mode, wanted.shared_memory, tensors), put
-            )
-        except UsageError as error:
-            raise APIError(503, str(error), code="engine_ended") from None
-        try:
-            result = await answer
-        finally:
-            self._engine.live.pop(ident, None)
-        if isinstance(result, Refused):
-            raise APIError(400, result.reason, code=result.code)
-        if not isinstance(result, Accepted):
-            raise APIError(503, "the engine has ended", code="engine_ended")
-        return {"object": "weights", "action": wanted.action, "weights_version": result.version}
+        message = partial(
+            ChangeWeights,
+            action=wanted.action,
+            mode=wanted.mode,
+            shared_memory=wanted.shared_memory,
+            tensors=tensors,
+        )
+        answer = await asyncio.shield(asyncio.ensure_future(carry_out(self._engine, message)))
+        return {"object": "weights", "action": wanted.action, "weights_version": answer.version}

@@ -72,15 +72,19 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["an expert raises", *[pytest.param(c, marks=pytest.mark.slow) for c in CASES]])
-def test_all_ranks_end(case: str) -> None:
-    snippet, words = CASES[case]
+def check_all_ranks_end(start: str, snippet: str, words: tuple[str, ...]) -> None:
+    """Run a program on two ranks; rank 0 ends in time with a typed error that has these words."""
     limit = TIMEOUT * PATIENCE
     ends = run_ranks(
-        START + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, imported=WORKER_IMPORTS,
+        start + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, imported=WORKER_IMPORTS,
         DEEPSPEED_TIMEOUT=str(limit / 60),
     )  # fmt: skip
     assert ends[0].code, ends
     assert all(word in ends[0].err for word in words), ends[0].err
     assert "deepspeed.errors." in ends[0].err, ends[0].err
     assert ends[0].last_word - float(ends[0].out.split()[-1]) < limit + MARGIN, ends
+
+
+@pytest.mark.parametrize("case", ["an expert raises", *[pytest.param(c, marks=pytest.mark.slow) for c in CASES]])
+def test_all_ranks_end(case: str) -> None:
+    check_all_ranks_end(START, *CASES[case])

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from tests.harness.pool import PATIENCE, WORKER_IMPORTS
-from tests.unit.comm.ranks import run_ranks
-
-TIMEOUT = 3.0  # seconds of one collective
-MARGIN = 5.0  # seconds after it within which every rank has ended
+from tests.faults.test_experts import check_all_ranks_end
 
 START = """
 import deepspeed, torch
@@ -63,13 +57,4 @@ CASES = {
 
 @pytest.mark.parametrize("case", ["a rank dies in generation", pytest.param(list(CASES)[1], marks=pytest.mark.slow)])
 def test_all_ranks_end(case: str) -> None:
-    snippet, words = CASES[case]
-    limit = TIMEOUT * PATIENCE
-    ends = run_ranks(
-        START + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, imported=WORKER_IMPORTS,
-        DEEPSPEED_TIMEOUT=str(limit / 60),
-    )  # fmt: skip
-    assert ends[0].code, ends
-    assert all(word in ends[0].err for word in words), ends[0].err
-    assert "deepspeed.errors." in ends[0].err, ends[0].err
-    assert ends[0].last_word - float(ends[0].out.split()[-1]) < limit + MARGIN, ends
+    check_all_ranks_end(START, *CASES[case])
