@@ -243,6 +243,7 @@ Int = Annotated[
 ]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype_name)]
 LowDtype = Annotated[Literal["fp16", "bf16"], BeforeValidator(_dtype_name)]
+WireDtype = Annotated[Literal["fp32", "fp16", "bf16", "int8", "int4"], BeforeValidator(_dtype_name)]
 Interval = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_print_interval)]
 AllreduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[

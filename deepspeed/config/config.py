@@ -23,7 +23,8 @@ from deepspeed.config.keys import Reading
 from deepspeed.config.load import load_raw
 from deepspeed.config.schema import spellings
 from deepspeed.config.sections.monitor import MonitorSections
-from deepspeed.config.sections.top import TopLevel
+from deepspeed.config.sections.top import TopLevel, wire_of
+from deepspeed.config.sections.wire import WireConfig
 from deepspeed.config.validate import conflicts, to_sections, unavailable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 from deepspeed.foundation.log import warn_once
@@ -135,6 +136,11 @@ class DeepSpeedConfig:
         """Number of ranks over which the experts of a layer are divided; 1: they are not divided."""
         section = self.top.expert_parallel
         return 1 if section.enabled is False else section.size
+
+    @property
+    def wire(self) -> WireConfig:
+        """Return the block `wire`, with the values of the keys of other blocks that mean the same."""
+        return wire_of(self.top)
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
         """Return the sizes that the JSON sets, as (axis, size, key), for `mesh.resolve`.

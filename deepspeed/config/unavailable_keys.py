@@ -45,8 +45,7 @@ OUTLOOKS = (
     ),
     Outlook("data_efficiency.* curriculum_learning.*", "data efficiency"),
     Outlook(
-        "zero_optimization.zero_quantized_* zero_optimization.zeropp_loco_param.* "
-        "zero_optimization.zero_hpz_partition_size zero_optimization.mics_hierarchical_params_gather sparse_gradients",
+        "zero_optimization.mics_hierarchical_params_gather sparse_gradients",
         "quantized communication",
     ),
     Outlook("compile.*", "torch.compile at every stage"),

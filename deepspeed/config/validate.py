@@ -23,7 +23,7 @@ from deepspeed.config.sections.compression import (
     WeightTechnique,
 )
 from deepspeed.config.sections.optimizer import ARGUMENTS, REQUIRED, OptimizerParams, SchedulerParams
-from deepspeed.config.sections.top import TopLevel
+from deepspeed.config.sections.top import TopLevel, wire_of
 from deepspeed.config.unavailable_keys import REFUSED_OPTIMIZERS, outlook
 
 _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
@@ -235,6 +235,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         if zero.mics_shard_size < 1 or (ranks and ranks[1] % zero.mics_shard_size):
             count = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {count}")
+    yield from _secondary_conflicts(top, ranks)
     if ranks and top.data_parallel_size not in (None, ranks[0]):
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
     if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
@@ -242,6 +243,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     if top.flops_profiler.enabled and top.flops_profiler.profile_step < 0:
         reading.warnings.append(f"flops_profiler.profile_step = {top.flops_profiler.profile_step}: no step is profiled")
     yield from _offload_conflicts(top, reading)
+    yield from _wire_conflicts(top, reading)
     yield from _optimizer_and_scheduler_conflicts(top, reading)
     yield from compression_conflicts(top.compression_training, top.quantize_training)
 
@@ -263,6 +265,54 @@ def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
             yield Problem(f"{path}.nvme_path is missing: device nvme needs a folder on a local disk")
     if top.bf16.bf16_optimizer_states and not top.bf16.bf16_master_weights_and_grads:
         yield wrong("bf16.bf16_optimizer_states", True, "needs bf16.bf16_master_weights_and_grads = true")
+
+
+def _secondary_conflicts(top: TopLevel, ranks: tuple[int, int] | None) -> Iterator[Problem]:
+    zero, size = top.zero_optimization, top.zero_optimization.zero_hpz_partition_size
+    path = "zero_optimization.zero_hpz_partition_size"
+    if size <= 1:
+        return
+    if zero.stage != 3:
+        yield wrong(path, size, f"needs stage 3, not {zero.stage}")
+    sharing = ranks[1] // max(top.mesh.dp_replicate or 1, 1) if ranks else None
+    if zero.mics_shard_size > 0:
+        sharing = zero.mics_shard_size
+    if sharing is not None and sharing % size:
+        fitting = [number for number in range(1, sharing + 1) if sharing % number == 0]
+        closest = min(fitting, key=lambda number: (abs(number - size), number))
+        yield wrong(path, size, f"must divide the {sharing} rank(s) that share the weights; {closest} does")
+
+
+def _wire_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
+    wire, zero, loco = top.wire, top.zero_optimization, top.zero_optimization.zeropp_loco_param
+    resolved, dtype = wire_of(top), top.communication_data_type
+    rivals = [("communication_data_type", dtype)] if dtype is not None else []
+    rivals += [("zero_optimization.zero_quantized_gradients", "int4")] if zero.zero_quantized_gradients else []
+    rivals += [("wire.gradients", wire.gradients)] if wire.gradients != "none" else []
+    if len({value for _, value in rivals}) > 1:
+        words = " and ".join(f"{reading.name(path)} ({value})" for path, value in rivals)
+        yield Problem(f"{words} are two encodings of gradients: keep one; wire.gradients says it all")
+    rivals = [("zero_optimization.zero_quantized_weights", "int8")] if zero.zero_quantized_weights else []
+    rivals += [("wire.weights", wire.weights)] if wire.weights != "none" else []
+    if len({value for _, value in rivals}) > 1:
+        yield Problem(
+            f"{reading.name(rivals[0][0])} (int8) and wire.weights ({wire.weights}) are two encodings of weights: keep "
+            f"one; wire.weights says it all"
+        )
+    if zero.stage == 0 and (wire.weights, wire.weights_within_host) != ("none", "none"):
+        name = "weights" if wire.weights != "none" else "weights_within_host"
+        yield wrong(f"wire.{name}", getattr(wire, name), "needs stage 1, 2 or 3: stage 0 sends no weights")
+    elif zero.stage == 0 and zero.zero_quantized_weights:
+        reading.warnings.append("zero_optimization.zero_quantized_weights has no effect: stage 0 sends no weights")
+    blocks = {resolved.gradients, resolved.gradients_within_host} & {"int8", "int4"}
+    if not blocks and (wire.error_memory or loco.model_fields_set):
+        path = "wire.error_memory" if wire.error_memory else "zero_optimization.zeropp_loco_param"
+        yield Problem(f'{reading.name(path)} needs gradients in int8 or int4, as {{"wire": {{"gradients": "int4"}}}}')
+    if loco.model_fields_set and {"error_beta", "error_reset"} & wire.model_fields_set:
+        yield Problem(
+            f"{reading.name('zero_optimization.zeropp_loco_param')} and wire.error_beta or wire.error_reset are two "
+            f"settings of the error memory: keep the one in wire"
+        )
 
 
 def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:

@@ -156,8 +156,8 @@ class StateAccessors:
 
         Without the key, gradients that are summed over micro-batches before the message have the accumulators' dtype.
         """
-        name = self._state.ds_config.communication_data_type
-        return self._state.components.dtype if name is None else DTYPES[name]
+        name = self._state.ds_config.communication_data_type or ""
+        return DTYPES.get(name, self._state.components.dtype)
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """Return the dtype that `torch_autocast` of the JSON selects, also if autocast is disabled."""

@@ -23,6 +23,7 @@ from deepspeed.engine.memory.suggestions import tells_what_fits
 from deepspeed.engine.offload_plan import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.engine.pipeline_setup import limits_of_stages
 from deepspeed.engine.sequence_parallel import BARE
+from deepspeed.engine.wire import add_secondary_shards, gradient_wire, prepare_wire, weight_wire
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, warn_once
 from deepspeed.foundation.module_tree import own_state
@@ -115,6 +116,7 @@ class Components:
         release_abandoned(group.axis for group in sharded)
         for group in sharded:
             group.serve(group.axis.tagged and group.axis.size > 1 and not zero.stage3_fixed_graph)
+        add_secondary_shards(sharded, axes, config)
         order = None
         if any(group.fetch is None for group in sharded) and OrderCheck.possible(axes.dp_sp_group):
             order = GatherOrder(axes.dp_sp_group, zero.stage3_check_order, zero.stage3_fixed_graph)
@@ -143,13 +145,14 @@ class Components:
         settings = ReduceSettings(
             accumulates=self.window.steps > 1,
             accumulator=accumulator_dtype(config),
-            comm_dtype=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+            comm_dtype=DTYPES.get(config.communication_data_type or ""),
             overlap=overlap,
             # One bucket is reduced while the next one is filled: with one alone, backward would wait for each message.
             in_flight=zero.reduce_bucket_size * (2 if overlap else 1),
             prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
             in_rank_order=config.deterministic_reduction,
             watch_ranks=low,
+            wire=gradient_wire(config),
         )
         complete = None if lifecycle is None else lifecycle.gradients_complete
         self.reducer = Reducer(axes, self.groups, settings, self.window, complete)
@@ -355,6 +358,7 @@ def build(
     updated = _updated(optimizer, names, written) if optimizer is not None else set()
     _place(model, device)
     signatures = signatures_of(axes.mesh, names)
+    prepare_wire(config)
     ep_sizes = _broadcast_model(axes, [*names, *written, *model.buffers()])
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
@@ -457,6 +461,8 @@ def _groups(
         one_owner=not traits.by_parameter,
         persist_below=config.zero.param_persistence_threshold,
         persist_total=config.zero.model_persistence_threshold,
+        wire=weight_wire(config),
+        frozen_wire=weight_wire(config, frozen=True),
     )
     offload, planned = Offload(config), []
     some = names if relations.several else ()

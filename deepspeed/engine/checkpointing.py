@@ -72,7 +72,11 @@ class RunState:
         return run_state
 
     def capture_private(self) -> dict[str, Any]:
-        """Return this rank's own state: "random" (generators), and "window" (weighting) if gradients are pending."""
+        """Return this rank's own state.
+
+        "random": generators; "window", if gradients are pending: weighting; "errors", if gradients are encoded with an
+        error memory: memories.
+        """
         accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
         random_state: dict[str, Any] = {
             "python": random.getstate(),
@@ -85,7 +89,22 @@ class RunState:
         private_state: dict[str, Any] = {"random": random_state}
         if parts.optimizer is not None and parts.reducer is not None and window.seen + (not parts.reducer.clean):
             private_state["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
+        if parts.reducer is not None and (memories := parts.reducer.error_memories()):
+            private_state["errors"] = {name: memory.state() for name, memory in memories.items()}
         return private_state
+
+    def restore_errors(self, saved: dict[str, Any]) -> None:
+        """Restore the error memories from the "errors" entry of `capture_private`; missing ones are set to zero."""
+        reducer = self._state.components.reducer
+        memories = {} if reducer is None else reducer.error_memories()
+        dropped = [name for name, memory in memories.items() if not (name in saved and memory.load(saved[name]))]
+        for name in dropped:
+            memories[name].clear()
+        if dropped:
+            log_rank0(
+                f"the error memory of {len(dropped)} of {len(memories)} groups of encoded gradients starts at zero: the "
+                f"checkpoint has none for this mesh"
+            )
 
     def restore_random(self, saved: dict[str, Any]) -> None:
         """Restore the random generators from the "random" entry of `capture_private`; missing ones do not change."""
@@ -529,6 +548,7 @@ class CheckpointIO:
         private = source.private(ranks.rank) if same_ranks else {}
         if "random" in private:
             self._run.restore_random(private["random"])
+        self._run.restore_errors(private.get("errors", {}))
         for name, values in private.get("buffers", {}).items():
             if name in view.buffers:
                 view.buffers[name].copy_(values)

@@ -29,18 +29,23 @@ def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | N
     """Return this rank's training state by kind.
 
     Returns:
-        Tensors of `parameters` (shards if they are gathered before use), `masters`, `gradients` and `optimizer`, and
-        `gathered`: the buffers of stage 3 for whole parameters that are in memory besides the shards.
+        Tensors of `parameters` (shards if they are gathered before use, encoded and secondary ones too), `masters`,
+        `gradients` (with error memories) and `optimizer`, and `gathered`: the buffers of stage 3 for whole parameters
+        that are in memory besides the shards.
     """
     groups = components.groups
     gathered = [g.full for g in groups if g.policy.gathers_before_use]
     params = [g.values.memory for g in groups]
+    params += [g.encoded.own for g in groups if g.encoded is not None]
+    params += [g.secondary.values for g in groups if g.secondary is not None]
     masters = [g.master.memory for g in groups if g.master is not None]
     sums = (
         [b.sum.memory for b in components.reducer.buckets if b.sum is not None]
         if components.reducer is not None
         else []
     )
+    if components.reducer is not None:
+        sums += [memory.error for memory in components.reducer.error_memories().values()]
     moments = []
     if components.optimizer is not None:
         for state in components.optimizer.state.of_leaves():

@@ -27,6 +27,7 @@ from deepspeed.comm.shared_memory.transport import SharedMemory, forget_shared_m
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.collective_event import CollectiveEvent
+from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 
@@ -84,6 +85,12 @@ class Axis:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Return whether the ranks are on several hosts; False before a call of `AxisRegistry.find_hosts`."""
+        hosts = axes_here().hosts
+        return self.shared is None and len({hosts.get(rank) for rank in self.ranks}) > 1
 
     @property
     def peers(self) -> list[int]:
@@ -246,6 +253,16 @@ class AxisRegistry:
         self.rank, self.size = (0, 1) if world is None else (dist.get_rank(), dist.get_world_size())
         self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
+        self.hosts: dict[int, str] = {}  # boot id of each rank's host, after `find_hosts`
+
+    def find_hosts(self) -> None:
+        """Exchange the ranks' hosts, for `Axis.spans_hosts`. All ranks of the world must call this."""
+        if self.hosts or self.size == 1 or "fake" in str(dist.get_backend(self.world)):
+            return
+        boots: list[Any] = [None] * self.size
+        with CollectiveEvent.of_world("all_gather_object of the hosts"):
+            dist.all_gather_object(boots, boot() or socket.gethostname())
+        self.hosts = dict(enumerate(boots))
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
         """Create the missing process groups of rows of ranks; all ranks of the world must call this with equal rows.

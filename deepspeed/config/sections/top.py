@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.base_model import AllreduceOp, Dtype, Int, Interval, LogLevel, Section, key, later, moot
+from deepspeed.config.base_model import (
+    AllreduceOp,
+    Dtype,
+    Int,
+    Interval,
+    LogLevel,
+    Section,
+    WireDtype,
+    key,
+    later,
+    moot,
+)
 from deepspeed.config.sections.checkpoint import Checkpoint, Nebula
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.config.sections.data import CurriculumLearning, DataEfficiency, Eigenvalue, ProgressiveLayerDrop
@@ -36,9 +47,28 @@ from deepspeed.config.sections.parallel import (
     WeightQuantization,
 )
 from deepspeed.config.sections.precision import BF16, FP16, Amp, DataTypes, TorchAutocast
+from deepspeed.config.sections.wire import WireConfig
 from deepspeed.config.sections.zero import Zero
 
 _MODEL = "the model's own weights show it"
+
+
+def wire_of(top: TopLevel) -> WireConfig:
+    """Return the block `wire`, with the values of ZeRO++'s keys and of `communication_data_type`."""
+    wire, zero, loco = top.wire, top.zero_optimization, top.zero_optimization.zeropp_loco_param
+    values: dict[str, Any] = {}
+    if wire.gradients == "none" and top.communication_data_type in ("int8", "int4"):
+        values["gradients"] = top.communication_data_type
+    elif wire.gradients == "none" and zero.zero_quantized_gradients:
+        values["gradients"] = "int4"
+    if wire.weights == "none" and zero.zero_quantized_weights:
+        values["weights"] = "int8"
+    if wire.frozen_weights is None and zero.zero_quantized_nontrainable_weights:
+        values["frozen_weights"] = "int8"
+    if loco.model_fields_set:
+        values |= {"error_beta": loco.err_beta, "error_reset": loco.reset_T}
+        values |= {"error_memory": True} if wire.error_memory is None else {}
+    return wire.model_copy(update=values)
 
 
 class TopLevel(Section):
@@ -59,7 +89,10 @@ class TopLevel(Section):
     torch_autocast: TorchAutocast = key(TorchAutocast, "forward under torch.autocast")
     data_types: DataTypes = key(DataTypes, "dtypes beside the compute dtype")
     zero_optimization: Zero = key(Zero, "which training state is split over the ranks")
-    communication_data_type: Dtype | None = key(None, "dtype of gradient communication; null: summed in fp32")
+    communication_data_type: WireDtype | None = key(
+        None, "dtype of gradient communication; null: summed in fp32; int8, int4: as wire.gradients"
+    )
+    wire: WireConfig = key(WireConfig, "encoding of gradients and weights in messages")
     deterministic_reduction: bool = key(
         False,
         "on devices, sum in rank order, in place of the backend's own reduction (fp32) and of one kernel (16 bits)",

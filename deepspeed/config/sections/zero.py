@@ -77,8 +77,8 @@ class ZenFlow(Section):
 class Loco(Section):
     """Block `zero_optimization.zeropp_loco_param`: error feedback for quantized gradients."""
 
-    err_beta: float = later(0.8, "weight of the carried error", ge=0, le=1)
-    reset_T: Int = later(1024, "steps between resets of the carried error", ge=1)
+    err_beta: float = key(0.8, "weight of the carried error: wire.error_beta", ge=0, lt=1)
+    reset_T: Int = key(1024, "steps between resets of the carried error: wire.error_reset", ge=1)
 
 
 class ZeroStageEnum(IntEnum):
@@ -205,10 +205,12 @@ class Zero(Section):
 
     pipeline_loading_checkpoint: bool = later(False, "read a checkpoint while updating")
     save_muon_momentum_buffer_in_memory: bool = later(False, "keep Muon's momentum in memory with NVMe")
-    zero_hpz_partition_size: Int = later(1, "ranks that share a second slice kept after forward", idle=[0], ge=0)
-    zero_quantized_weights: bool = later(False, "int8 gathers")
-    zero_quantized_nontrainable_weights: bool = later(False, "int8 gathers of frozen weights")
-    zero_quantized_gradients: bool = later(False, "quantized gradient reduction")
+    zero_hpz_partition_size: Int = key(
+        1, "ranks of a host that keep the values of a forward for later gathers (stage 3); 1 or 0: off", ge=0
+    )
+    zero_quantized_weights: bool = key(False, 'all-gathers in int8 between hosts: wire.weights = "int8"')
+    zero_quantized_nontrainable_weights: bool = key(False, 'the same for frozen weights: wire.frozen_weights = "int8"')
+    zero_quantized_gradients: bool = key(False, 'gradients in int4 between hosts: wire.gradients = "int4"')
     zeropp_loco_param: Loco = key(Loco, "error feedback for quantized gradients")
     zenflow: ZenFlow | None = later(None, "importance-aware asynchronous updates")
 

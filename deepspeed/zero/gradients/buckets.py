@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives.collectives import Handle, sum_in_rank_order
+from deepspeed.comm.collectives.collectives import Handle
+from deepspeed.comm.collectives.encoded import Layout, Wire
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.storage.async_copy import mover_of
 from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
+from deepspeed.zero.gradients.encoded_gradients import EncodedGradients, sum_parts
 from deepspeed.zero.parameters.collective_order import LaunchOrder
 from deepspeed.zero.parameters.parameter import ManagedParameter
 from deepspeed.zero.parameters.record import ParamRecord
@@ -57,6 +59,7 @@ class ReduceSettings:
         in_rank_order: sum in rank order, also where the backend has a faster reduction (`deterministic_reduction`).
         watch_ranks: keep a checksum of each sent round, with which `explain_overflow` names the rank that sent
             non-finite values.
+        wire: codecs of the messages.
     """
 
     accumulates: bool = False
@@ -67,6 +70,7 @@ class ReduceSettings:
     prescale: float | None = None
     in_rank_order: bool = False
     watch_ranks: bool = False
+    wire: Wire = Wire()
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class ReductionRound:
         expected: number of gradients of a complete round (the trained parameters of the group).
         arrived: indices of the parameters whose gradient is in `buffer`.
         shared: whether the sum over ranks is complete and its all-gather has started (stage 0).
+        payloads: encoded messages, which are in use until the round is released.
         fresh: indices of the parameters whose gradient arrived in the micro-batch that launches the round.
     """
 
@@ -89,6 +94,7 @@ class ReductionRound:
     expected: int = 0
     arrived: set[int] = field(default_factory=set)
     shared: bool = False
+    payloads: list[torch.Tensor] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
 
 
@@ -113,13 +119,21 @@ class Bucket:
         accumulator: dtype of the accumulator.
         sums_locally: allow an accumulator of the whole group, which sums micro-batches before the reduction.
         any_order: allow the backend to sum over ranks in any order.
+        wire: codecs of the messages.
     """
 
     def __init__(
-        self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
+        self,
+        group: ShardGroup,
+        accumulator: torch.dtype,
+        sums_locally: bool,
+        any_order: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.group, self._any_order = group, any_order
         self.whole = not group.policy.owns_a_shard
+        self._wire = wire or Wire()
+        self.encoded: EncodedGradients | None = None  # made by `prepare`
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
@@ -143,6 +157,8 @@ class Bucket:
             return
         group, label = self.group, f"gradients of {self.group.name}"
         tier = group.tiers.optimizer
+        encoded = EncodedGradients(group, self._wire, self.whole, self.dtype)
+        self.encoded = encoded if encoded.slices is not None or encoded.copies is not None else None
         if self.sums_locally:
             self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
         if self.local is not None and tier is RESIDENT:
@@ -158,12 +174,13 @@ class Bucket:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
 
-    def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
+    def add(self, parts: list[torch.Tensor], scale: float, layout: Layout | None = None) -> Handle | None:
         """Add `scale` times the sum of `parts` to the accumulator, or overwrite an empty one.
 
         Args:
             parts: flat tensors of the accumulator's size.
             scale: factor on the sum.
+            layout: form of the encoded ones among `parts`; None: none is encoded.
 
         Returns:
             Handle of the copy to the host if the accumulator is offloaded, else None.
@@ -172,24 +189,27 @@ class Bucket:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
         if total.device != self.group.device:
-            self._leaving = self.leave_device(parts, scale, total)
+            self._leaving = self.leave_device(parts, scale, total, layout)
         else:
-            sum_in_rank_order(parts, total, scale, self.filled, self._any_order)
+            sum_parts(parts, total, scale, self.filled, self._any_order, layout)
             self.total.release(changed=True)
             self._leaving = None
         self.filled = True
         return self._leaving
 
-    def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
+    def leave_device(
+        self, parts: list[torch.Tensor], scale: float, total: torch.Tensor, layout: Layout | None = None
+    ) -> Handle:
         """Sum `parts` on the device and start the copy of the sum to an offloaded accumulator.
 
         Args:
             parts: see `add`.
             scale: see `add`.
             total: acquired memory of the accumulator; released when the returned handle has finished.
+            layout: see `add`.
         """
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
-        sum_in_rank_order(parts, gone, scale, False, self._any_order)
+        sum_parts(parts, gone, scale, False, self._any_order, layout)
         pool = self.group.tiers.optimizer.pool
         staged = pool.take(total.nbytes).view(total.dtype) if self.filled and pool is not None else None
         copied = mover_of(self.group.device).copy(total if staged is None else staged, gone)
@@ -250,6 +270,8 @@ class Bucket:
         return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
     def clear(self) -> None:
+        if self.encoded is not None and any(self.launches):
+            self.encoded.end_update()
         self.filled = False
         self.launches, self.factor = [0, 0], 0.0
         self.touched = bytearray(len(self.group.members))

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from deepspeed.comm.collectives import collectives, hierarchical
-from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order
+from deepspeed.comm.collectives import collectives, encoded, hierarchical
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle
+from deepspeed.comm.collectives.encoded import EncodedSlices
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.foundation.log import warn_once
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.buckets import Bucket, ReduceSettings, ReductionRound
+from deepspeed.zero.gradients.encoded_gradients import sum_parts
 
 # Seconds for which a rank waits for a buffer in flight before it allocates another: a rank that took another branch
 # of the model may complete its round only in `finish`, so waiting without a limit could deadlock.
@@ -44,6 +46,7 @@ class GradReduceScatter:
         self._rounds: Counter[int] = Counter()  # number of rounds in flight, by identity of the bucket
         self._elements = 0  # number of elements in flight
         self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._payloads: dict[tuple[Axis, int], list[torch.Tensor]] = defaultdict(list)  # by axis and bytes
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of receive buffers in use
         self._settling: list[Bucket] = []  # buckets whose rounds are being waited for
@@ -51,7 +54,8 @@ class GradReduceScatter:
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the idle transfer and receive buffers, and the transfer buffers in flight."""
-        idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
+        pools = (*self._pool.values(), *self._payloads.values(), *self._received.values())
+        idle = [buffer for pool in pools for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
     def busy(self, bucket: Bucket) -> bool:
@@ -107,10 +111,20 @@ class GradReduceScatter:
         return entry
 
     def release(self, bucket: Bucket, round_: ReductionRound) -> None:
-        """Return the transfer buffer of a round to the pool."""
+        """Return the transfer buffers of a round to the pools."""
+        for payload in round_.payloads:
+            self._payloads[bucket.group.axis, payload.numel()].append(payload)
+        round_.payloads.clear()
         if round_.pooled:
             base = round_.buffer._base
             self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
+
+    def _payload(self, bucket: Bucket, current: ReductionRound, slices: EncodedSlices) -> torch.Tensor:
+        """Return a buffer for an encoded message of a round; `release` returns it to the pool."""
+        axis, free = bucket.group.axis, self._payloads[bucket.group.axis, slices.nbytes]
+        payload = free.pop() if free else axis.empty(slices.nbytes, torch.uint8, self._device)
+        current.payloads.append(payload)
+        return payload
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         """Borrow a receive buffer of the shape and dtype of `like`, until `_finished`."""
@@ -200,6 +214,8 @@ class GradReduceScatter:
         def share(parts: list[torch.Tensor]) -> Handle:
             return self._share(bucket, parts, current, seq)
 
+        if bucket.encoded is not None and bucket.encoded.slices is not None:
+            return self._send_encoded(bucket, current, tag, label, share if bucket.whole else add)
         copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
             # Both sums are started here, so that their order is the same on all ranks.
@@ -218,16 +234,34 @@ class GradReduceScatter:
             return collectives.swap(axis, buffer, tag, label, add, scratch)
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
+    def _send_encoded(
+        self,
+        bucket: Bucket,
+        current: ReductionRound,
+        tag: int,
+        label: str,
+        finish: Callable[[list[torch.Tensor]], Handle | None],
+    ) -> Handle:
+        """Encode the parts of a round for their owners and start to send them; see `_send`."""
+        encoding = bucket.encoded
+        if encoding is None or encoding.slices is None:
+            raise RuntimeError(f"messages of {bucket.group.name} are not encoded")
+        memory, slices = encoding.memory, encoding.slices
+        factor = current.post_reduce_scale
+        error = (None, 0.0) if memory is None else (memory.for_factor(factor), memory.feedback.beta)
+        payload = self._payload(bucket, current, slices)
+        axis, buffer = bucket.group.axis.reductions, current.buffer
+        return encoded.reduce_to_owners(axis, buffer, slices, payload, tag, label, finish, self._scratch, *error)
+
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
+        layout = None if bucket.encoded is None else bucket.encoded.part
         if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
-            sum_in_rank_order(
-                parts, total, current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
-            )
+            sum_parts(parts, total, current.post_reduce_scale, False, not self.settings.in_rank_order, layout)
             self._finished(parts)
             return self._across_copies(bucket, bucket.group.ranks.copies.reductions, total, seq)
-        leaving = bucket.add(parts, current.post_reduce_scale)
+        leaving = bucket.add(parts, current.post_reduce_scale, layout)
         self._finished(parts)
         return leaving
 
@@ -235,6 +269,12 @@ class GradReduceScatter:
         """All-gather `total` over the ranks with the same shard (hybrid sharding, tied weights) and add the parts."""
         channel = bucket.group.copies_channel
         n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
+        encoding, tag = bucket.encoded, tag_of(channel, SPREAD, seq)
+        if encoding is not None and encoding.copies is not None:
+            slices = encoding.copies
+            handle, payload = encoding.share_with_copies(axis, total, tag, label)
+            parts = [slices.bytes_of(payload, rank) for rank in range(axis.size)]
+            return handle.followed_by(lambda: bucket.add(parts, 1.0, slices.layouts[axis.rank]))
         table = total.new_empty(axis.size * n)
         table[axis.rank * n : (axis.rank + 1) * n] = total
 
@@ -242,20 +282,28 @@ class GradReduceScatter:
             return bucket.add([table[r * n : (r + 1) * n] for r in range(axis.size)], 1.0)
 
         cuts = [r * n for r in range(axis.size + 1)]
-        return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
+        return collectives.share(axis, table, cuts, tag, label).followed_by(then)
 
     def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle:
         """Sum this rank's part and all-gather the sums (stage 0 on more than two ranks)."""
         group = bucket.group
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
-        sum_in_rank_order(
-            parts, total[low:high], current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
-        )
+        encoding = bucket.encoded
+        slices = None if encoding is None else encoding.slices
+        layout = None if encoding is None else encoding.part
+        scale, any_order = current.post_reduce_scale, not self.settings.in_rank_order
+        sum_parts(parts, total[low:high], scale, False, any_order, layout)
         self._finished(parts)
         current.shared = True
-        tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
-        handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)
+        tag, label, axis = tag_of(group.channel, SPREAD, seq), f"share of {group.name}", group.axis.reductions
+        if encoding is not None and slices is not None:
+            payload = self._payload(bucket, current, slices)
+            memory = encoding.sum_memory
+            error = (None, 0.0) if memory is None else (memory.for_factor(1.0), memory.feedback.beta)
+            handle = encoded.all_gather(axis, total, slices, payload, tag, label, True, *error)
+        else:
+            handle = collectives.share(axis, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
@@ -321,6 +369,7 @@ class GradReduceScatter:
     def forget_buffers(self) -> None:
         """Free the idle transfer buffers."""
         self._pool.clear()
+        self._payloads.clear()
         self._received.clear()
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from deepspeed.zero.gradients.buckets import (
     add_rows,
     can_add,
 )
+from deepspeed.zero.gradients.encoded_gradients import ErrorMemory
 from deepspeed.zero.gradients.grad_views import GradViewTracker
 from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows
 from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
@@ -118,7 +119,8 @@ class Reducer:
     ) -> None:
         self.axes, self.settings, self.window = axes, settings, window
         self.buckets = [
-            Bucket(group, settings.accumulator, settings.accumulates, not settings.in_rank_order) for group in groups
+            Bucket(group, settings.accumulator, settings.accumulates, not settings.in_rank_order, settings.wire)
+            for group in groups
         ]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
@@ -407,6 +409,15 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
         self.reduce_scatter.close()
+
+    def error_memories(self) -> dict[str, ErrorMemory]:
+        """Return the error memories of encoded gradients, by group and kind."""
+        return {
+            f"{bucket.group.name}: {kind}": memory
+            for bucket in self.buckets
+            if bucket.encoded is not None
+            for kind, memory in bucket.encoded.memories.items()
+        }
 
     # -- access of users ------------------------------------------------------------------------------------------
 

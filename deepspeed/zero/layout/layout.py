@@ -52,6 +52,11 @@ class ShardLayout:
         return (0, *accumulate(self.numels))[:-1]
 
     @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Return the boundaries of parameters and padding in the full buffer, from 0 to its number of elements."""
+        return tuple(sorted({0, *self.offsets, self.numel, self.padded}))
+
+    @cached_property
     def numel(self) -> int:
         """Return the number of elements of all parameters, without padding."""
         return sum(self.numels)

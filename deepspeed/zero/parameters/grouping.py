@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.encoded import Wire
 from deepspeed.foundation.log import log_once
 from deepspeed.foundation.malloc import limits_addresses, own_pages
 from deepspeed.storage.device_tier import RESIDENT
@@ -44,6 +45,8 @@ class GroupingPlan:
         one_owner: assign all parameters to one rank, for optimizers that need all of them at once.
         persist_below: parameters with fewer elements are not sharded at stage 3 (`stage3_param_persistence_threshold`).
         persist_total: maximum number of elements of these parameters (`stage3_model_persistence_threshold`).
+        wire: codecs of the all-gathers of trained parameters.
+        frozen_wire: codecs of the all-gathers of frozen parameters.
     """
 
     bucket: int = 500_000_000
@@ -51,6 +54,8 @@ class GroupingPlan:
     one_owner: bool = False
     persist_below: int = 0
     persist_total: int = 1 << 62
+    wire: Wire = Wire()
+    frozen_wire: Wire = Wire()
 
     def layout_for(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
         """Return the layout of a group: how its concatenated parameters are divided into one shard per rank.
@@ -213,7 +218,10 @@ def build_group(
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
         layout = plan.layout_for(policy, [p.numel() for p in params], ranks.shard.size)
-        shard_group = ShardGroup(ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+        wire = plan.wire if params[0].requires_grad else plan.frozen_wire
+        shard_group = ShardGroup(
+            ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers, wire=wire
+        )
     if initialized:
         for group in initialized:
             group.drop()

@@ -25,6 +25,7 @@ from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
+from deepspeed.zero.parameters.encoded_weights import EncodedWeights
 from deepspeed.zero.parameters.parameter import ManagedParameter, reads_values
 from deepspeed.zero.parameters.record import ParamRecord, Tiers
 
@@ -134,6 +135,8 @@ class LocalShard(DeferredAllGather):
         master: master weights, which the optimizer updates; None if it updates `values`.
         low: index in the group of the first element that this rank updates.
         high: index after the last element that this rank updates.
+        encoded: encoded form of the values in all-gathers; None: they are sent as they are.
+        decoded: whether the full buffer holds decoded values.
     """
 
     axis: Axis
@@ -144,6 +147,8 @@ class LocalShard(DeferredAllGather):
     dtype: torch.dtype
     device: torch.device
     master: StoredTensor | None = None
+    encoded: EncodedWeights | None = None
+    decoded = False
     low: int
     high: int
     owes_own = False  # this rank's shard is being loaded from its tier, and is not in the full buffer yet
@@ -230,11 +235,11 @@ class LocalShard(DeferredAllGather):
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
-        """Return master weights rounded to the compute dtype and pruned, as the model uses them."""
+        """Return master weights rounded to the compute dtype, pruned and decoded, as the model uses them."""
         seen = master.to(self.dtype, copy=self.value_mask is not None)
         if self.value_mask is not None:
             self.value_mask(seen)
-        return seen
+        return self.encoded.round_trip(seen) if self.encoded is not None and self.decoded else seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
         """Allocate master weights (zeros) if they have another dtype or storage tier than the values.
@@ -262,7 +267,9 @@ class LocalShard(DeferredAllGather):
 
     @property
     def _apart(self) -> bool:
-        """Return whether values and optimizer state are in different storage tiers."""
+        """Return whether master weights are needed beside values of the same dtype."""
+        if self.encoded is not None and self.policy.all_gathers_after_step:
+            return True  # the values become decoded ones
         rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
         return rests is not self.tiers.optimizer
 

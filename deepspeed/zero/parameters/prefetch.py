@@ -263,6 +263,8 @@ class PrefetchScheduler:
         for group in groups:
             with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
                 group.wait_all_gather()
+            if torch.is_grad_enabled():
+                group.keep_secondary()
             self.note(group)
 
     def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
@@ -271,7 +273,7 @@ class PrefetchScheduler:
         return self.profile(name, sum(member.shape.numel() for member in group.members))  # without padding
 
     def _start(self, group: ShardGroup) -> None:
-        group.start_all_gather()
+        group.start_all_gather(encoded=True)
         self.note(group)
         self.gathers += 1
         self.peak = max(self.peak, self._live)

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 
 from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
+from deepspeed.comm.collectives.encoded import Wire
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
 from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.process_groups.axis import tag_of
@@ -29,6 +30,7 @@ from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
 from deepspeed.zero.parameters.buffer_views import BufferViews
 from deepspeed.zero.parameters.collective_order import GatherOrder
+from deepspeed.zero.parameters.encoded_weights import EncodedWeights
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.parallel_groups import GroupRanks, name_on_all_ranks
@@ -43,6 +45,7 @@ from deepspeed.zero.parameters.parameter import (
     was_replaced,
 )
 from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
+from deepspeed.zero.parameters.secondary_shard import SecondaryShard
 
 
 class State(enum.Enum):
@@ -75,6 +78,7 @@ class ShardGroup(LocalShard):
         master: dtype of the master weights; None: no master weights. There are none either if this is the compute dtype
             and values and optimizer state have the same storage tier.
         tiers: storage tiers; None: the device.
+        wire: codecs of all-gathers; None: values are sent as they are.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ShardGroup(LocalShard):
         dtype: torch.dtype | None = None,
         master: torch.dtype | None = None,
         tiers: Tiers | None = None,
+        wire: Wire | None = None,
     ) -> None:
         first = members[0].param
         axis = ranks.shard
@@ -95,6 +100,10 @@ class ShardGroup(LocalShard):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
+        codec = wire.on(axis, self.dtype) if wire is not None and policy.owns_a_shard else None
+        self.encoded = None if codec is None else EncodedWeights(axis, layout, codec, self.device)
+        self.decoded = False  # the full buffer holds decoded values, which differ from the shards
+        self.secondary: SecondaryShard | None = None
         # With offloaded parameters, or a limited address space, freed memory must be returned to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
@@ -206,8 +215,12 @@ class ShardGroup(LocalShard):
             self.values.prefetch()
 
     @outside_transforms
-    def start_all_gather(self) -> None:
+    def start_all_gather(self, encoded: bool = False) -> None:
         """Start the all-gather, unless the group is gathered or in flight; collective unless `fetch` is set.
+
+        Args:
+            encoded: for a forward or backward of the module: send encoded values if the group has a codec, and use
+                secondary shards. Otherwise the values are exact.
 
         Raises:
             ShardedParameterError: a view of the sharded group was written to.
@@ -218,6 +231,14 @@ class ShardGroup(LocalShard):
         self.buffer_views.check_no_unsaved_writes()
         label = f"gather of {self.name}"
         self.buffer_views.grow()
+        if encoded and self.secondary is not None and self.secondary.ready():
+            self._handle = self.secondary.gather(self.full, label)
+            self.state, self.decoded = State.INFLIGHT, self.encoded is not None
+            return
+        if encoded and self.encoded is not None and (self.fetch is None or self.encoded.channel is not None):
+            self._handle = self._gather_encoded(self.encoded, label)
+            self.state, self.decoded = State.INFLIGHT, True
+            return
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
         arrival = None
@@ -230,17 +251,31 @@ class ShardGroup(LocalShard):
         else:
             # On the stream of the shard's copy, so that the current stream does not wait for it.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
-                self._handle = self._all_gather(label)
+                self._handle = self._all_gather(self.full, cuts, label)
         self._arrival = arrival
         self.state = State.INFLIGHT
 
-    def _all_gather(self, label: str) -> Handle:
-        """Start the collective all-gather of the full buffer; raises OrderError as `start_all_gather`."""
+    def _gather_encoded(self, encoded: EncodedWeights, label: str) -> Handle:
+        """Start the all-gather of encoded shards, which are decoded into the full buffer."""
+        own, full = encoded.refresh(self._own_values, self.changes), self.full
+        if self.fetch is not None:
+            return encoded.pull(self.fetch, full, own, label)
+        return encoded.gather(lambda payload, cuts: self._all_gather(payload, cuts, label), full, own)
+
+    def _own_values(self) -> torch.Tensor:
+        """Return this rank's shard, or a copy of an offloaded one."""
+        if self.values.memory is not None:
+            return self.values.memory
+        with self.values.borrowed() as values:
+            return values.clone()
+
+    def _all_gather(self, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Start a collective all-gather of the shards in `full`; raises OrderError as `start_all_gather`."""
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         meet_before(self.axis, label)
         if self.gather_order is not None:
             self.gather_order.before(self)
-        return spread(self.axis, self.full, self.layout.cuts, tag, label)
+        return spread(self.axis, full, cuts, tag, label)
 
     @outside_transforms
     def wait_all_gather(self) -> None:
@@ -294,7 +329,8 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
-            self._all_gather(label).wait()
+            self._all_gather(self.full, self.layout.cuts, label).wait()
+        self.decoded = False
         self.buffer_views.snapshot()
 
     def retain(self) -> None:
@@ -335,7 +371,7 @@ class ShardGroup(LocalShard):
             member.saved = self.buffer_views.saves(member)
             param.data = member.under(param)
             param.__class__ = ShardedParameter
-        self.state = State.SHARDED
+        self.state, self.decoded = State.SHARDED, False
         self.buffer_views.release_storage()
 
     @contextlib.contextmanager
@@ -385,12 +421,18 @@ class ShardGroup(LocalShard):
         return self.fetch is not None or self.axis.size == 1
 
     def read(self, member: ParamRecord) -> torch.Tensor:
-        """Return an unsharded copy of a parameter's values; collective unless `reads_alone`."""
+        """Return an unsharded copy of a parameter's values; collective unless `reads_alone`.
+
+        Within a forward or backward, the values of a group with a codec are decoded ones, else exact ones.
+        """
         self.buffer_views.check_no_unsaved_writes()
-        if self.state is State.GATHERED:
+        running = self.lifecycle is not None and self.lifecycle.depth > 0
+        exact = running or not self.decoded or not self.policy.gathers_before_use
+        if self.state is State.GATHERED and exact:
             return self.views[member.index].clone()
-        if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
+        if self.fetch is not None and self.lifecycle is not None and running:
             self.lifecycle.used_outside(self)
+            self.start_all_gather(encoded=True)
             self.wait_all_gather()
             copied = self.views[member.index].clone()
             self.reshard()
@@ -444,15 +486,23 @@ class ShardGroup(LocalShard):
     def advance(self) -> None:
         """Count a change of the shard, so that one-sided reads of other ranks get the new values."""
         self.changes += 1
+        if self.secondary is not None:
+            self.secondary.invalidate()
         if self.fetch is not None:
+            if self.encoded is not None and self.encoded.channel is not None:
+                self.encoded.refresh(self._own_values, self.changes)
+                self.fetch.advance(self.encoded.channel)
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
         """Start the all-gather after a step (stages 1 and 2); None if none is needed. All ranks must call this."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
-        tag = tag_of(self.channel, SPREAD, next(self._seq))
-        return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
+        tag, label = tag_of(self.channel, SPREAD, next(self._seq)), f"publish of {self.name}"
+        if self.encoded is not None:
+            self.decoded = True
+            return self.encoded.publish(self.full, tag, label)
+        return spread(self.axis, self.full, self.layout.cuts, tag, label)
 
     def serve(self, any_graph: bool) -> None:
         """Use one-sided all-gathers from now on if possible: reads of other ranks' shards without their calls.
@@ -471,8 +521,21 @@ class ShardGroup(LocalShard):
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
         if self.fetch is not None:  # other ranks may still read the shard when the group is garbage-collected
-            self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
+            channels = [self.channel]
+            if self.encoded is not None:
+                channels += self.encoded.serve(self.fetch, self._own_values, self.changes)
+            self._dropped = weakref.finalize(self, self.axis.abandoned.extend, channels)
             self._dropped.atexit = False
+
+    def keep_secondary(self) -> None:
+        """Fill the secondary shard, if there is one, from the gathered values that a forward uses."""
+        if self.secondary is not None and self.decoded == (self.encoded is not None):
+            self.secondary.fill(self.full)
+
+    def add_secondary(self, within_host: Axis) -> None:
+        """Create the secondary shard. All ranks of the host must call this."""
+        self.secondary = secondary = SecondaryShard(within_host, self.numel, self.dtype, self.device)
+        weakref.finalize(self, within_host.abandoned.append, secondary.channel).atexit = False
 
     def attach(
         self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
@@ -500,7 +563,12 @@ class ShardGroup(LocalShard):
         self.keep_unsharded_storage = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
+            if self.encoded is not None and self.encoded.channel is not None:
+                self.fetch.withdraw(self.encoded.channel)
             self.fetch = None
+        if self.secondary is not None:
+            self.secondary.withdraw()
+            self.secondary = None
         if self._dropped is not None:
             self._dropped.detach()
         self.lifecycle = self._observer = self.gather_order = None

@@ -43,7 +43,9 @@ def problems_of(config, world=1, **rest):
         ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale = NaN: must be finite"),
         ({"fp16": {"initial_scale_power": 1e999}}, "fp16.initial_scale_power = Infinity: expected whole number"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1: must be at least 0"),
-        ({"communication_data_type": "int8"}, 'communication_data_type = "int8": expected "fp32" or "fp16" or "bf16"'),
+        ({"communication_data_type": "int2"}, 'communication_data_type = "int2": expected "fp32" or "fp16" or "bf16"'),
+        ({"wire": {"gradients": "int2"}}, 'wire.gradients = "int2": expected "none" or "bf16" or "int8" or "int4"'),
+        ({"wire": {"error_beta": 1}}, "wire.error_beta = 1: must be below 1"),
         ({"steps_per_print": 0}, "steps_per_print = 0: expected a number above 0, inf, or null"),
         ({"optimizer": "Adam"}, 'optimizer = "Adam": expected an object with keys such as "type"'),
         ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, 'optimizer.params.lr = "fast": expected number'),
@@ -56,6 +58,32 @@ def problems_of(config, world=1, **rest):
             'tensor_parallel.partition_config.layer_specs[0].partition_type = "diagonal"',
         ),
         # conflicts
+        (
+            {"wire": {"gradients": "int8"}, "communication_data_type": "int4"},
+            "communication_data_type (int4) and wire.gradients (int8) are two encodings of gradients",
+        ),
+        (
+            {"wire": {"gradients": "int8"}, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients (int4) and wire.gradients (int8) are two encodings",
+        ),
+        (
+            {"wire": {"weights": "bf16"}, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+            "zero_optimization.zero_quantized_weights (int8) and wire.weights (bf16) are two encodings of weights",
+        ),
+        ({"wire": {"weights": "int8"}}, 'wire.weights = "int8": needs stage 1, 2 or 3: stage 0 sends no weights'),
+        ({"wire": {"error_memory": True}}, "wire.error_memory needs gradients in int8 or int4"),
+        (
+            {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.5}}},
+            "zero_optimization.zeropp_loco_param needs gradients in int8 or int4",
+        ),
+        (
+            {
+                "zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.5}},
+                "wire": {"error_beta": 0.7},
+            },
+            "zero_optimization.zeropp_loco_param and wire.error_beta or wire.error_reset are two settings",
+        ),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size = 2: needs stage 3, not 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are all true"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, 'given twice: "bf16" is the same key'),
         ({"zero_optimization": {"compute_grad_norm": False}, "gradient_clipping": 1}, "needs the norm"),
@@ -117,7 +145,6 @@ def test_all_problems_come_in_one_error():
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
             "zero_optimization.offload_optimizer.super_offload",
         ),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"nebula": {"enabled": True, "load_path": "x"}}, "nebula.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),

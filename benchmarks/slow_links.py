@@ -1,0 +1,251 @@
+"""Training over slow links: step time and bytes of plain, int8 and int4 messages beside DDP, its hooks and FSDP2.
+
+The hosts are network namespaces of tests/hosts (root and `make hosts`); `tc … tbf` limits each host's link both ways.
+All sides run in one process for each host, in random order by round. `exposed` is the step's time minus that of the
+side `floor`, which trains without collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import GPT, REPOSITORY, Shape, batch_of, median_interval, print_table, write_json
+from torch import Tensor, nn
+
+sys.path.insert(0, str(REPOSITORY))
+from tests.hosts.cluster import Cluster, cluster, missing
+
+SHAPES = {"20M": Shape(), "50M": Shape(layers=12, width=576, vocabulary=8192)}
+PEERS = ["ddp", "ddp-fp16", "ddp-powersgd", "fsdp2", "fsdp2-bf16"]
+OURS = ["stage2", "stage2-bf16", "stage2-int8", "stage2-int4", "stage0-int8", "stage3-int8", "auto"]
+SIDES = ["floor", *PEERS, *OURS]
+SIXTEEN_BITS = ["ddp-fp16", "fsdp2-bf16"]
+LINKS = {"100mbit": "100mbit", "1gbit": "1gbit", "10gbit": "10gbit"}
+_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+# ---- one rank
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
+
+
+def torch_step(wrapped: nn.Module) -> Callable[[Tensor], Tensor]:
+    optimizer = adamw(wrapped.parameters())
+
+    def step(windows: Tensor) -> Tensor:
+        loss = wrapped(windows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ddp_step(name: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if name == "ddp-fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if name == "ddp-powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return torch_step(wrapped)
+
+
+def fsdp2_step(name: str, model: GPT) -> Callable[[Tensor], Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name.endswith("bf16") else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return torch_step(model)
+
+
+def wire_of(name: str) -> dict[str, Any]:
+    stage, _, codec = name.partition("-")
+    wires = {
+        "": {},
+        "bf16": {"gradients": "bf16", "weights": "bf16"},
+        "int8": {"gradients": "int8", "weights": "int8"},
+        "int4": {"gradients": "int4", "weights": "int8"},
+    }
+    wire = dict(wires[codec])
+    if stage == "stage0":
+        wire.pop("weights", None)
+    return wire
+
+
+def engine_step(name: str, model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2 if name == "auto" else int(name[5])},
+        "wire": "auto" if name == "auto" else wire_of(name),
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+    def step(windows: Tensor) -> Tensor:
+        loss = engine(windows)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def make_step(name: str, shape: Shape) -> Callable[[Tensor], Tensor]:
+    """The side of this name; all begin with the same weights."""
+    torch.manual_seed(0)
+    model = GPT(shape)
+    if name == "floor":
+        return torch_step(model)
+    if name.startswith("ddp"):
+        return ddp_step(name, model)
+    if name.startswith("fsdp2"):
+        return fsdp2_step(name, model)
+    return engine_step(name, model, shape)
+
+
+def run_rank(sides: list[str], shape: Shape, rounds: int) -> None:
+    """Time the sides on this rank; rank 0 prints a line of JSON with seconds, bytes sent and losses by side."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    steps = {name: make_step(name, shape) for name in sides}
+    count: dict[str, int] = dict.fromkeys(sides, 0)
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+
+    def one(name: str) -> tuple[float, int]:
+        windows = batch_of(shape, count[name], rank)
+        torch.distributed.barrier()
+        sent, started = int(_SENT.read_text()), time.perf_counter()
+        loss = steps[name](windows)
+        seconds = time.perf_counter() - started
+        count[name] += 1
+        losses[name].append(loss.item())
+        return seconds, int(_SENT.read_text()) - sent
+
+    order = random.Random(1)
+    for name in sides * 2:  # warm up: buckets, order of gathers, start of PowerSGD
+        one(name)
+    rows: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name in order.sample(sides, len(sides)):
+            rows[name].append(one(name))
+            if rank == 0:
+                print(f"{name} {rows[name][-1][0]:.2f} s", file=sys.stderr, flush=True)
+    every: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(every, (rows, losses))
+    if rank == 0:
+        result = {
+            name: {
+                "seconds": [max(others[name][turn][0] for others, _ in every) for turn in range(rounds)],
+                "bytes": statistics.median(row[1] for row in rows[name]),
+                "loss": statistics.mean(others[name][-1] for _, others in every),
+            }
+            for name in sides
+        }
+        result["parameters"] = sum(p.numel() for p in GPT(shape).parameters())
+        print(json.dumps(result), flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # engines of several libraries in one process: skip their competing teardowns
+
+
+# ---- all hosts
+
+
+def limit(hosts: Cluster, name: str, rate: str) -> None:
+    """Limit what a host sends and receives."""
+    switch_end = hosts.space(name)
+    buffer = "4mb" if rate.startswith("10g") else "1mb" if rate.startswith("1g") else "256kb"
+    shape = ["root", "tbf", "rate", rate, "burst", buffer, "latency", "50ms"]
+    subprocess.run(["ip", "netns", "exec", switch_end, "tc", "qdisc", "replace", "dev", "eth0", *shape], check=True)
+
+
+def measure(count: int, rate: str, sides: list[str], size: str, rounds: int) -> dict[str, Any]:
+    """Results by side of one number of hosts and one rate."""
+    with cluster(count) as hosts:
+        for name in hosts.names:
+            limit(hosts, name, rate)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment |= {"MASTER_ADDR": hosts.address("h0"), "MASTER_PORT": "29555", "WORLD_SIZE": str(count)}
+        environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--size", size, "--rounds", str(rounds)]
+        command += ["--sides", *sides]
+        started = []
+        for rank, name in enumerate(hosts.names):
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            own = {**environment, "RANK": str(rank)}
+            started.append(hosts.on(name, command, cwd=str(REPOSITORY / "benchmarks"), env=own, stdout=out, text=True))
+        printed, _ = started[0].communicate()
+        for process in started[1:]:
+            process.wait(timeout=60)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(f"{count} hosts at {rate}: rank 0 printed no result")
+    return json.loads(lines[-1])
+
+
+def table(result: dict[str, Any], sides: list[str]) -> list[list[str]]:
+    """Rows: side, seconds, ratio to DDP, exposed seconds, ratio of those, bytes a parameter, loss."""
+    seconds, rows = {name: result[name]["seconds"] for name in sides}, []
+    floor = seconds.get("floor")
+    for name in sides:
+        pairs = list(zip(seconds[name], seconds.get("ddp", seconds[sides[0]]), strict=True))
+        ratio = median_interval([own / other for own, other in pairs])
+        exposed = "" if floor is None else f"{statistics.median(a - b for a, b in zip(seconds[name], floor, strict=True)):.3f}"
+        rows.append([
+            name, f"{statistics.median(seconds[name]):.3f}", str(ratio), exposed,
+            f"{result[name]['bytes'] / result['parameters']:.3f}", f"{result[name]['loss']:.4f}",
+        ])  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
+    parser.add_argument("--sides", nargs="+", default=[name for name in SIDES if name != "auto"], choices=SIDES)
+    parser.add_argument("--size", default="20M", choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=6)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(options.sides, SHAPES[options.size], options.rounds)
+        return 0
+    if missing():
+        print(missing())
+        return 1
+    results = {}
+    for count in options.hosts:
+        for rate in options.links:
+            result = measure(count, LINKS[rate], options.sides, options.size, options.rounds)
+            results[f"{count} hosts, {rate}"] = result
+            print(f"\n{count} hosts, {rate}, {options.size}")
+            print_table(["side", "s", "over DDP", "exposed s", "bytes/parameter", "loss"], table(result, options.sides))
+    print(write_json("slow_links.json", results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""Collectives whose messages carry encoded values: fewer bits on the wire, sums in fp32 after decoding.
+
+[Note: equal bits] A receiver decodes what it received. In an all-gather, the owner of a slice also replaces its own
+values by the decoded ones, so all ranks have equal bits. In a reduction only the owner sums, so its own contribution is
+not encoded. Encoders are chosen by axis: `Wire` has one for axes within a host and one for axes that span hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.collectives.block_codec import BlockCodec
+from deepspeed.comm.collectives.collectives import Handle, Scratch, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import Axis
+
+# Slices of a message start at multiples of this many bytes, for aligned loads of the scales.
+_ALIGN = 64
+
+
+class Layout(Protocol):
+    """Encoded form of a 1-D tensor of `numel` elements in `nbytes` bytes."""
+
+    numel: int
+    nbytes: int
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, memory: torch.Tensor | None = None, beta: float = 0.0
+    ) -> None: ...
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def sum(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None: ...
+
+
+class Codec(Protocol):
+    """Rule that encodes tensors."""
+
+    @property
+    def name(self) -> str: ...
+
+    def layout(self, borders: Sequence[int]) -> Layout: ...
+
+
+@dataclass(frozen=True)
+class CastCodec:
+    """Codec that rounds fp32 values to a dtype of 16 bits.
+
+    Args:
+        dtype: torch.bfloat16.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return "bf16"
+
+    def layout(self, borders: Sequence[int]) -> CastLayout:
+        return CastLayout(borders[-1], self.dtype)
+
+
+@dataclass(frozen=True)
+class CastLayout:
+    """Encoded form of `CastCodec`: the values in `dtype`. Arguments of the methods as in `BlockLayout`."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def encode(
+        self, values: torch.Tensor, payload: torch.Tensor, memory: torch.Tensor | None = None, beta: float = 0.0
+    ) -> None:
+        self._view(payload).copy_(values)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self._view(payload))
+
+    def sum(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
+        terms = [self._view(part) if part.dtype == torch.uint8 else part for part in parts]
+        if len({term.dtype for term in terms}) > 1:
+            terms = [term.to(torch.float32) for term in terms]
+        sum_in_rank_order(terms, out, scale, add)
+
+    def _view(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[: self.nbytes].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Error memory of encoded gradients (LoCo, arXiv:2407.04480).
+
+    Args:
+        beta: weight of the carried error when the error of a message is added.
+        reset: number of updates after which the memory is set to zero.
+    """
+
+    beta: float = 0.8
+    reset: int = 1024
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Codecs of one kind of message; None: messages carry the values themselves.
+
+    Args:
+        between_hosts: codec on axes that span hosts.
+        within_host: codec on axes whose ranks are all on one host.
+        feedback: error memory of int4 and int8; None: none.
+    """
+
+    between_hosts: Codec | None = None
+    within_host: Codec | None = None
+    feedback: ErrorFeedback | None = None
+
+    def on(self, axis: Axis, dtype: torch.dtype) -> Codec | None:
+        """Return the codec for messages over `axis` of values that are computed in `dtype`; None: they are sent as is."""
+        if axis.size == 1 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        codec = self.between_hosts if axis.spans_hosts else self.within_host
+        return None if isinstance(codec, CastCodec) and dtype.itemsize <= codec.dtype.itemsize else codec
+
+
+class EncodedSlices:
+    """Encoded form of a flat tensor that is divided in slices, one for each rank.
+
+    Args:
+        codec: rule that encodes each slice.
+        cuts: slice boundaries: rank r owns [cuts[r], cuts[r + 1]).
+        borders: boundaries of parameters in the flat tensor, ascending; blocks of a codec do not cross them.
+
+    Attributes:
+        byte_cuts: boundaries of the encoded slices, in bytes.
+    """
+
+    def __init__(self, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> None:
+        self.codec, self.cuts = codec, tuple(cuts)
+        self.layouts = [codec.layout(_within(borders, *span)) for span in itertools.pairwise(self.cuts)]
+        lengths = [-(-layout.nbytes // _ALIGN) * _ALIGN for layout in self.layouts]
+        self.byte_cuts = tuple(itertools.accumulate(lengths, initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        return self.byte_cuts[-1]
+
+    def bytes_of(self, payload: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the encoded slice of a rank in a payload of all slices."""
+        start = self.byte_cuts[rank]
+        return payload[start : start + self.layouts[rank].nbytes]
+
+    def encode(
+        self, rank: int, own: torch.Tensor, payload: torch.Tensor, memory: torch.Tensor | None = None, beta: float = 0.0
+    ) -> None:
+        """Encode a rank's slice `own` into a payload of all slices; `memory` is that of the slice."""
+        if own.numel():
+            self.layouts[rank].encode(own, self.bytes_of(payload, rank), memory, beta)
+
+    def decode(self, payload: torch.Tensor, full: torch.Tensor) -> None:
+        """Decode a payload of all slices into the flat tensor."""
+        for rank, layout in enumerate(self.layouts):
+            if layout.numel:
+                layout.decode(self.bytes_of(payload, rank), full[self.cuts[rank] : self.cuts[rank + 1]])
+
+    @cached_property
+    def ratio(self) -> float:
+        """Bytes of the encoded form over those of fp32."""
+        return self.nbytes / (4 * self.cuts[-1] or 1)
+
+
+def _within(borders: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    """Return the borders inside of [low, high) relative to `low`, with both ends."""
+    inside = borders[bisect_right(borders, low) : bisect_left(borders, high)]
+    return (0, *(border - low for border in inside), high - low) if high > low else (0,)
+
+
+def reduce_to_owners(
+    axis: Axis,
+    flat: torch.Tensor,
+    slices: EncodedSlices,
+    payload: torch.Tensor,
+    tag: int,
+    label: str,
+    finish: Callable[[list[torch.Tensor]], Handle | None],
+    scratch: Scratch = torch.empty_like,
+    memory: torch.Tensor | None = None,
+    beta: float = 0.0,
+) -> Handle:
+    """Do `collectives.reduce_to_owners` with encoded contributions. All ranks of the axis must call this.
+
+    Args:
+        slices: encoded form of `flat`.
+        payload: 1-D uint8 tensor of `slices.nbytes` bytes; must not change until the handle is done.
+        finish: called with the contributions in rank order, to be summed by `Layout.sum`: encoded ones, but this rank's
+            as it is; may return the handle of a next phase.
+        memory: error memory of `flat`; None: none.
+        beta: see `ErrorFeedback`.
+    """
+    own = slice(slices.cuts[axis.rank], slices.cuts[axis.rank + 1])
+    for rank in axis.peers:
+        span = slice(slices.cuts[rank], slices.cuts[rank + 1])
+        slices.encode(rank, flat[span], payload, None if memory is None else memory[span], beta)
+    nbytes = slices.layouts[axis.rank].nbytes
+
+    def arrived(parts: list[torch.Tensor]) -> Handle | None:
+        return finish([flat[own] if r == axis.rank else part[:nbytes] for r, part in enumerate(parts)])
+
+    return collectives.reduce_to_owners(
+        axis, payload, slices.byte_cuts, tag, label, arrived, scratch, in_rank_order=True
+    )
+
+
+def all_gather(
+    axis: Axis,
+    full: torch.Tensor,
+    slices: EncodedSlices,
+    payload: torch.Tensor,
+    tag: int,
+    label: str,
+    any_order: bool = False,
+    memory: torch.Tensor | None = None,
+    beta: float = 0.0,
+) -> Handle:
+    """Send every owner's slice of `full` to all other ranks in encoded form, and decode all slices into `full`.
+
+    All ranks must call this. Arguments as in `reduce_to_owners`.
+
+    Args:
+        any_order: ranks may call this in different orders, as in `collectives.share`.
+        memory: error memory of the own slice; None: none.
+    """
+    own = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]]
+    slices.encode(axis.rank, own, payload, memory, beta)
+    start = collectives.share if any_order else collectives.spread
+    handle = start(axis, payload, slices.byte_cuts, tag, label)
+    return handle.followed_by(lambda: slices.decode(payload, full))
+
+
+__all__ = ["BlockCodec", "CastCodec", "Codec", "EncodedSlices", "ErrorFeedback", "Wire", "all_gather", "reduce_to_owners"]

@@ -1,0 +1,137 @@
+"""Encoded messages of one bucket's gradients, with the error memories of their codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed.comm.collectives import collectives, encoded
+from deepspeed.comm.collectives.collectives import Handle, sum_in_rank_order
+from deepspeed.comm.collectives.encoded import EncodedSlices, ErrorFeedback, Layout, Wire
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.log import log_once
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+
+class ErrorMemory:
+    """Carried error of one sender's encoded messages (LoCo, arXiv:2407.04480).
+
+    Args:
+        numel: number of elements of a message.
+        device: device of the messages.
+        feedback: weights and period.
+    """
+
+    def __init__(self, numel: int, device: torch.device, feedback: ErrorFeedback) -> None:
+        self.feedback = feedback
+        self.error = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        self.updates = 0  # updates since the last reset
+        self._factor = 0.0  # factor of the last message; 0: none yet
+
+    def for_factor(self, factor: float) -> torch.Tensor:
+        """Return the error for a message whose sum will be multiplied by `factor`, for example because of fp16."""
+        if self._factor not in (0.0, factor):
+            self.error.mul_(self._factor / factor)
+        self._factor = factor
+        return self.error
+
+    def end_update(self) -> None:
+        self.updates += 1
+        if self.updates >= self.feedback.reset:
+            self.clear()
+
+    def clear(self) -> None:
+        self.updates, self._factor = 0, 0.0
+        self.error.zero_()
+
+    def state(self) -> dict[str, torch.Tensor | int | float]:
+        """Return the state for a checkpoint; see `load`."""
+        return {"error": self.error, "updates": self.updates, "factor": self._factor}
+
+    def load(self, state: dict[str, torch.Tensor | int | float]) -> bool:
+        """Restore a result of `state`; returns False if it was saved for messages of another size."""
+        error = state["error"]
+        if not isinstance(error, torch.Tensor) or error.shape != self.error.shape:
+            return False
+        self.error.copy_(error)
+        self.updates, self._factor = int(state["updates"]), float(state["factor"])
+        return True
+
+
+class EncodedGradients:
+    """Encoded form of a group's gradient messages.
+
+    Args:
+        group: parameter group.
+        wire: codecs.
+        whole: whether every rank gets the whole sum (stage 0).
+        dtype: widest dtype of the messages, that of the accumulator.
+    """
+
+    def __init__(self, group: ShardGroup, wire: Wire, whole: bool, dtype: torch.dtype) -> None:
+        axis, copies = group.axis, group.ranks.copies
+        first, second = wire.on(axis, dtype), None if copies is None else wire.on(copies, dtype)
+        if copies is not None and not (whole or copies.tagged) and (first or second):
+            log_once("gradients of sharded replicas on devices are not encoded: their two sums start together")
+            first = second = None
+        self._group = group
+        layout, own = group.layout, group.layout.shard_numel(axis.rank)
+        self.slices = None if first is None else EncodedSlices(first, layout.cuts, layout.borders)
+        self.copies: EncodedSlices | None = None
+        # A sum that is encoded in turn has a memory at its owner.
+        self.memory = self._memory(first, wire, group.numel)
+        self.sum_memory = self._memory(first if whole else second, wire, own)
+        if copies is not None and second is not None:
+            low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
+            inside = [min(max(border, low), high) - low for border in layout.borders]
+            borders = sorted({rank * own + border for rank in range(copies.size) for border in inside})
+            cuts = [rank * own for rank in range(copies.size + 1)]
+            self.copies = EncodedSlices(second, cuts, borders)
+
+    def _memory(self, codec: encoded.Codec | None, wire: Wire, numel: int) -> ErrorMemory | None:
+        if wire.feedback is None or not isinstance(codec, encoded.BlockCodec):
+            return None
+        return ErrorMemory(numel, self._group.device, wire.feedback)
+
+    @property
+    def memories(self) -> dict[str, ErrorMemory]:
+        """Error memories by name."""
+        both = {"contribution": self.memory, "sum": self.sum_memory}
+        return {name: memory for name, memory in both.items() if memory is not None}
+
+    @property
+    def part(self) -> Layout | None:
+        """Encoded form of the contributions to this rank's shard; None: they are not encoded."""
+        return None if self.slices is None else self.slices.layouts[self._group.axis.rank]
+
+    def share_with_copies(self, axis: Axis, total: torch.Tensor, tag: int, label: str) -> tuple[Handle, torch.Tensor]:
+        """Start to all-gather an encoded sum over the ranks with the same shard; returns a handle and the payload."""
+        slices = self.copies
+        if slices is None:
+            raise RuntimeError("sums of replicas are not encoded")
+        payload = axis.empty(slices.nbytes, torch.uint8, total.device)
+        memory, beta = None, 0.0
+        if self.sum_memory is not None:
+            memory, beta = self.sum_memory.for_factor(1.0), self.sum_memory.feedback.beta
+        slices.encode(axis.rank, total, payload, memory, beta)
+        return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
+
+    def end_update(self) -> None:
+        for memory in self.memories.values():
+            memory.end_update()
+
+
+def sum_parts(
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    scale: float,
+    add: bool,
+    any_order: bool = False,
+    layout: Layout | None = None,
+) -> None:
+    """Do `sum_in_rank_order`; with `layout`, uint8 tensors among `parts` are encoded in this form."""
+    if layout is None:
+        sum_in_rank_order(parts, out, scale, add, any_order)
+    else:
+        layout.sum(parts, out, scale, add)

@@ -1,0 +1,104 @@
+"""Encoded values of one parameter group, as the other ranks receive them in all-gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.comm.collectives import encoded
+from deepspeed.comm.collectives.collectives import Handle
+from deepspeed.comm.collectives.encoded import Codec, EncodedSlices
+from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.zero.layout.layout import ShardLayout
+
+Borrow = Callable[[], torch.Tensor]
+
+
+class EncodedWeights:
+    """Encoded shard of a parameter group, and its all-gathers.
+
+    Args:
+        axis: ranks that shard the group.
+        layout: shard boundaries.
+        codec: rule that encodes the shards.
+        device: device of the values.
+    """
+
+    def __init__(self, axis: Axis, layout: ShardLayout, codec: Codec, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.slices = EncodedSlices(codec, layout.cuts, layout.borders)
+        self.channel: int | None = None  # of one-sided all-gathers
+        self.own: torch.Tensor | None = None  # encoded shard of this rank (stage 3)
+        self._version: int | None = None  # `ShardGroup.changes` at its encoding
+
+    def payload(self) -> torch.Tensor:
+        """Allocate a buffer for the encoded shards of all ranks."""
+        return self.axis.empty(self.slices.nbytes, torch.uint8, self.device)
+
+    def publish(self, full: torch.Tensor, tag: int, label: str) -> Handle:
+        """Start to all-gather the own slice of `full`, which gets the decoded values of all ranks (stages 1 and 2)."""
+        return encoded.all_gather(self.axis, full, self.slices, self.payload(), tag, label)
+
+    def round_trip(self, own: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard as other ranks decode it."""
+        layout = self.slices.layouts[self.axis.rank]
+        if not layout.numel:
+            return own.clone()
+        payload, decoded = torch.empty(layout.nbytes, dtype=torch.uint8, device=own.device), torch.empty_like(own)
+        layout.encode(own, payload)
+        layout.decode(payload, decoded)
+        return decoded
+
+    # -- stage 3 --------------------------------------------------------------------------------------------------
+
+    def refresh(self, own: Borrow, version: int) -> torch.Tensor:
+        """Return the encoded shard of this rank.
+
+        Args:
+            own: returns the shard's values.
+            version: number of the values' change; the shard is encoded again if it differs from the last call's.
+        """
+        rank, cuts = self.axis.rank, self.slices.byte_cuts
+        if self.own is None:
+            self.own = self.axis.empty(cuts[rank + 1] - cuts[rank], torch.uint8, self.device)
+        if self._version != version:
+            layout, values = self.slices.layouts[rank], own()
+            if layout.numel:
+                layout.encode(values.to(self.device), self.own[: layout.nbytes])
+            self._version = version
+        return self.own
+
+    def serve(self, fetch: FetchService | SharedSlices, own: Borrow, version: int) -> list[int]:
+        """Serve the encoded shard in one-sided all-gathers; returns its channel. All ranks of the axis must call this.
+
+        Shared memory has a limited number of channels; [] if it has no more, and the shards are read as they are.
+        """
+        channel, shared = self.axis.channel(), self.axis.shared
+        encoded_shard = self.refresh(own, version)
+        if isinstance(fetch, SharedSlices) and shared is not None and not shared.can_serve(channel, encoded_shard):
+            return []
+        self.channel = channel
+        fetch.serve(channel, encoded_shard)
+        return [channel]
+
+    def pull(self, fetch: FetchService | SharedSlices, full: torch.Tensor, own: torch.Tensor, label: str) -> Handle:
+        """Start a one-sided all-gather into `full`; `own` is the encoded shard of this rank."""
+        payload = self._with_own(own)
+        if self.channel is None:
+            raise RuntimeError(f"{label}: encoded shards are not served")
+        handle = fetch.pull(self.channel, payload, self.slices.byte_cuts, label)
+        return handle.followed_by(lambda: self.slices.decode(payload, full))
+
+    def gather(
+        self, spread: Callable[[torch.Tensor, tuple[int, ...]], Handle], full: torch.Tensor, own: torch.Tensor
+    ) -> Handle:
+        """Start a collective all-gather into `full`; `spread` starts one of a flat tensor with slice boundaries."""
+        payload = self._with_own(own)
+        return spread(payload, self.slices.byte_cuts).followed_by(lambda: self.slices.decode(payload, full))
+
+    def _with_own(self, own: torch.Tensor) -> torch.Tensor:
+        payload, rank, cuts = self.payload(), self.axis.rank, self.slices.byte_cuts
+        payload[cuts[rank] : cuts[rank + 1]] = own
+        return payload
