@@ -72,7 +72,7 @@ class Encoded:
     scale_bits: int
     codes: np.ndarray
     decoded: np.ndarray
-    scale: float
+    scale: float  # 0 for zeros and for what is not finite
 
 
 def formula(x: np.ndarray, bits: int) -> Encoded:
@@ -80,7 +80,7 @@ def formula(x: np.ndarray, bits: int) -> Encoded:
     limit, finite = 2 ** (bits - 1) - 1, np.isfinite(x)
     if not finite.all():
         codes = np.where(np.isnan(x), -limit - 1, np.where(np.isinf(x), np.sign(x), 0))
-        return Encoded(0x7FC0 if np.isnan(x).any() else 0x7F80, codes.astype(int), np.where(finite, 0.0, x), math.nan)
+        return Encoded(0x7FC0 if np.isnan(x).any() else 0x7F80, codes.astype(int), np.where(finite, 0.0, x), 0.0)
     quotient = np.float64(np.float32(np.abs(x).max() / limit))  # a quotient of fp32 numbers is rounded once by this
     scale = float(to_bfloat16(quotient)) if quotient else 0.0
     if scale < 2.0**-126:
@@ -214,7 +214,7 @@ def test_other_blocks_have_the_same_rules(bits: int, block: int) -> None:
             layout.decode(payload, out)
             results.append((payload, out))
     assert all(torch.equal(payload, results[0][0]) and torch.equal(out, results[0][1]) for payload, out in results)
-    for part in (slice(0, block), slice(1000, 1000 + block), slice(3001 - 2001 % block, 3001)):
+    for part in (slice(0, min(block, 1000)), slice(1000, 1000 + block), slice(3001 - 2001 % block, 3001)):
         most = values[part].abs().max()
         assert (values[part] - out[part]).abs().max() <= most * 0.502 / (2 ** (bits - 1) - 1)
 
