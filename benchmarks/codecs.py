@@ -34,10 +34,9 @@ def sides_of(numel: int, dtype: torch.dtype, threads: int) -> Sides:
     values = torch.randn(numel).to(dtype)
     copied, sums = torch.empty_like(values), torch.empty(numel)
     parts = [values, *(values.clone() for _ in range(3))]
-    move = ctypes.memmove if threads == 1 else None
-    places = copied.data_ptr(), values.data_ptr(), values.nbytes
+    move = lambda: ctypes.memmove(copied.data_ptr(), values.data_ptr(), values.nbytes)  # noqa: E731
     sides: Sides = {
-        "memcpy": (lambda: move(*places)) if move is not None else (lambda: copied.copy_(values)),
+        "memcpy": move if threads == 1 else lambda: copied.copy_(values),
         "plain sum": lambda: sum_in_rank_order(parts, sums, 0.25, False),
     }
     for bits in (8, 4):
