@@ -16,7 +16,11 @@ from deepspeed.config.unavailable_keys import OUTLOOKS, outlook
 from deepspeed.errors import NotAvailableError
 
 # These two cannot leave their default without a conflict in a world of one rank.
-CONFLICTS = {"data_parallel_size": "this run has", "zero_optimization.mics_shard_size": "must divide"}
+CONFLICTS = {
+    "data_parallel_size": "this run has",
+    "zero_optimization.mics_shard_size": "must divide",
+    "zero_optimization.zero_hpz_partition_size": "must divide",
+}
 WEIGHTS = {"start_bits": 8, "target_bits": 4, "quantization_period": 3}
 PRUNED = ("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning", "expert_pruning")
 PARAMS = {name: {"dense_ratio": 0.25} for name in PRUNED} | {
@@ -66,8 +70,11 @@ def config_for(path: str) -> dict[str, Any]:
         name = path.rpartition(".")[2]
         kind = next((kind for kind, names in ARGUMENTS.items() if name in names), "StepLR")
         config["scheduler"] = {"type": kind, "params": dict.fromkeys(REQUIRED.get(kind, ()), 3)}
-    if path in ("zero_optimization.mics_shard_size", "mesh.dp_replicate") or ".offload_" in path:
+    sharded = ("mics_shard_size", "dp_replicate", "zero_hpz_partition_size", "weights", "weights_within_host")
+    if path.rpartition(".")[2] in sharded or ".offload_" in path:
         config["zero_optimization"] = {"stage": 3}
+    if ".zeropp_loco_param." in path or path.startswith("wire.error_"):
+        config["wire"] = {"gradients": "int4"}
     if path == "elasticity.enabled":
         config["elasticity"] = {
             "ignore_non_elastic_batch_info": True,
