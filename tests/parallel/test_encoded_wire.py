@@ -284,3 +284,50 @@ def on_one_host() -> None:
 
 def test_codecs_between_hosts_say_that_there_is_one_host(workers: Workers) -> None:
     workers(2).run(on_one_host)
+
+
+def encoded_bytes(lengths: list[int], bits: int) -> int:
+    """Bytes of segments of these lengths: a scale of 2 bytes for each 256 elements, and the codes."""
+    return sum(2 * -(-length // 256) + -(-length * bits // 8) for length in lengths)
+
+
+def counted() -> None:
+    """What a rank receives in a step is the formula's, rounded up to 64 bytes for each message."""
+    from deepspeed.comm.watchdog.comms_logger import comms_logger
+
+    for stage, codec, bits in ((0, "int8", 8), (1, "int8", 8), (2, "int4", 4), (3, "int8", 8)):
+        zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40}
+        limits = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 10**9)
+        wire = wired(stage, codec, codec)
+        with start(stage, wire=wire, zero=zero | limits, sharded=False, comms_logger={"enabled": True}) as engine:
+            losses(engine, range(2))
+            comms_logger.reset()
+            losses(engine, range(2, 3))
+            comms_logger.enabled = False
+            received: dict[str, int] = {}
+            for row in comms_logger.summary():
+                received[row["op"]] = received.get(row["op"], 0) + row["received_bytes"]
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            wanted = {"reduce": 0, "others": 0}
+            for group in engine._state.components.groups:
+                for owner in range(ranks):
+                    lengths = [r.numel for r in group.layout.ranges(owner)]
+                    beyond = group.layout.cuts[owner + 1] - max(group.layout.cuts[owner], group.layout.numel)
+                    lengths += [beyond] if beyond > 0 else []
+                    slice_bytes = -(-encoded_bytes(lengths, bits) // 64) * 64
+                    if owner == rank:
+                        wanted["reduce"] += (ranks - 1) * slice_bytes
+                    else:
+                        wanted["others"] += slice_bytes
+            second = {0: "share", 1: "publish", 2: "publish", 3: "gather"}[stage]
+            assert received["reduce"] == wanted["reduce"], (stage, received, wanted)
+            assert received[second] == wanted["others"], (stage, received, wanted)
+            rows = {row["Comm. Op"]: row for row in comms_logger.encoding_rows()}
+            assert {"reduce", second} <= set(rows), rows
+            limit = {"int8": 0.01, "int4": 0.2}[codec]
+            assert all(0 < row["Relative error"] < limit and row["Codec"] == codec for row in rows.values()), rows
+            comms_logger.reset()
+
+
+def test_bytes_are_those_of_the_formula(workers: Workers) -> None:
+    workers(2).run(counted)

@@ -20,6 +20,8 @@ from deepspeed.comm.collectives import collectives
 from deepspeed.comm.collectives.block_codec import BlockCodec
 from deepspeed.comm.collectives.collectives import Handle, Scratch, sum_in_rank_order
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.watchdog.comms_logger import EncodedMessages, comms_logger
+from deepspeed.foundation.spans import CALL, now, recorder
 
 # Slices of a message start at multiples of this many bytes, for aligned loads of the scales.
 _ALIGN = 64
@@ -159,11 +161,45 @@ class EncodedSlices:
         return payload[start : start + self.layouts[rank].nbytes]
 
     def encode(
-        self, rank: int, own: torch.Tensor, payload: torch.Tensor, memory: torch.Tensor | None = None, beta: float = 0.0
+        self,
+        rank: int,
+        own: torch.Tensor,
+        payload: torch.Tensor,
+        label: str,
+        memory: torch.Tensor | None = None,
+        beta: float = 0.0,
     ) -> None:
-        """Encode a rank's slice `own` into a payload of all slices; `memory` is that of the slice."""
-        if own.numel():
-            self.layouts[rank].encode(own, self.bytes_of(payload, rank), memory, beta)
+        """Encode a rank's slice `own` into a payload of all slices; other arguments as in `encode_slice`."""
+        self.encode_slice(rank, own, self.bytes_of(payload, rank), label, memory, beta)
+
+    def encode_slice(
+        self,
+        rank: int,
+        own: torch.Tensor,
+        part: torch.Tensor,
+        label: str,
+        memory: torch.Tensor | None = None,
+        beta: float = 0.0,
+    ) -> None:
+        """Encode a rank's slice `own` into its encoded form `part`.
+
+        Args:
+            label: name of the collective, whose first word is the operation in the comms logger.
+            memory: error memory of the slice; None: none.
+            beta: see `ErrorFeedback`.
+        """
+        if not own.numel():
+            return
+        layout, begun = self.layouts[rank], now()
+        with recorder.span(CALL, f"encode of {label.partition(' of ')[2]}"):
+            sent = own.float() + memory if comms_logger.enabled and memory is not None else own
+            layout.encode(own, part, memory, beta)
+        operation = label.partition(" ")[0]
+        if comms_logger.wants(operation, False):
+            milliseconds, decoded = (now() - begun) / 1e6, torch.empty(own.numel(), device=own.device)
+            layout.decode(part, decoded)
+            totals = comms_logger.encoded.setdefault(operation, EncodedMessages(self.codec.name))
+            totals.note(sent, decoded, layout.nbytes, milliseconds)
 
     def decode(self, payload: torch.Tensor, full: torch.Tensor) -> None:
         """Decode a payload of all slices into the flat tensor."""
@@ -208,7 +244,7 @@ def reduce_to_owners(
     own = slice(slices.cuts[axis.rank], slices.cuts[axis.rank + 1])
     for rank in axis.peers:
         span = slice(slices.cuts[rank], slices.cuts[rank + 1])
-        slices.encode(rank, flat[span], payload, None if memory is None else memory[span], beta)
+        slices.encode(rank, flat[span], payload, label, None if memory is None else memory[span], beta)
     nbytes = slices.layouts[axis.rank].nbytes
 
     def arrived(parts: list[torch.Tensor]) -> Handle | None:
@@ -239,7 +275,7 @@ def all_gather(
         memory: error memory of the own slice; None: none.
     """
     own = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]]
-    slices.encode(axis.rank, own, payload, memory, beta)
+    slices.encode(axis.rank, own, payload, label, memory, beta)
     start = collectives.share if any_order else collectives.spread
     handle = start(axis, payload, slices.byte_cuts, tag, label)
     return handle.followed_by(lambda: slices.decode(payload, full))

@@ -54,6 +54,46 @@ class CallTimes(deque[float]):
 
 
 @dataclass
+class EncodedMessages:
+    """Totals of the messages of one operation that this rank has encoded.
+
+    Attributes:
+        codec: name of the codec.
+        count: number of messages.
+        bytes_before: bytes of the values.
+        bytes_after: bytes of the encoded messages.
+        milliseconds: time of encoding.
+        largest_error: largest difference of a value and its decoded form.
+        squares_of_errors, squares: sums over all values.
+    """
+
+    codec: str
+    count: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    milliseconds: float = 0.0
+    largest_error: float = 0.0
+    squares_of_errors: float = 0.0
+    squares: float = 0.0
+
+    def note(self, values: torch.Tensor, decoded: torch.Tensor, after: int, milliseconds: float) -> None:
+        self.count += 1
+        self.bytes_before += values.nbytes
+        self.bytes_after += after
+        self.milliseconds += milliseconds
+        exact = values.float()
+        error = exact - decoded
+        self.largest_error = max(self.largest_error, float(error.abs().max()))
+        self.squares_of_errors += float(error.double().square().sum())
+        self.squares += float(exact.double().square().sum())
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the errors over the norm of the values; 0 for zeros."""
+        return math.sqrt(self.squares_of_errors / self.squares) if self.squares else 0.0
+
+
+@dataclass
 class CommsLogger:
     """Times of collectives by operation and message size.
 
@@ -77,6 +117,8 @@ class CommsLogger:
     times: dict[str, dict[tuple[int, int], CallTimes]] = field(default_factory=dict)
     # participating global ranks → bytes that came from the others
     received: dict[tuple[int, ...], int] = field(default_factory=dict)
+    # operation → its encoded messages
+    encoded: dict[str, EncodedMessages] = field(default_factory=dict)
     _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # calls that a device has not finished
     _kinds: dict[str, str] = field(default_factory=dict)  # operation of each name that `append` recorded
 
@@ -236,6 +278,8 @@ class CommsLogger:
                 for row, (op, size) in zip(rows, sizes, strict=True):
                     row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
             log_rank0("collectives of this rank\n" + self.as_table(rows))
+            if self.encoded:
+                log_rank0("encoded messages of this rank\n" + self.as_table(self.encoding_rows()))
             if waits is not None:
                 log_rank0("time lost to waiting\n" + self.as_table(self._rows(waits)))
         if not return_dict:
@@ -295,7 +339,24 @@ class CommsLogger:
                 rows.append(row)
         return rows
 
+    def encoding_rows(self) -> list[dict[str, Any]]:
+        """Return a row for each operation with encoded messages: bytes before and after, time and errors of encoding."""
+        return [
+            {
+                "Comm. Op": operation,
+                "Codec": row.codec,
+                "Count": row.count,
+                "Before": convert_size(row.bytes_before),
+                "After": convert_size(row.bytes_after),
+                "Encoding (ms)": row.milliseconds,
+                "Relative error": row.relative_error,
+                "Largest error": row.largest_error,
+            }
+            for operation, row in sorted(self.encoded.items())
+        ]
+
     def reset(self) -> None:
+        self.encoded.clear()
         self.times.clear()
         self.received.clear()
         self._underway.clear()

@@ -114,7 +114,7 @@ class EncodedGradients:
         memory, beta = None, 0.0
         if self.sum_memory is not None:
             memory, beta = self.sum_memory.for_factor(1.0), self.sum_memory.feedback.beta
-        slices.encode(axis.rank, total, payload, memory, beta)
+        slices.encode(axis.rank, total, payload, label, memory, beta)
         return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
 
     def end_update(self) -> None:

@@ -24,10 +24,11 @@ class EncodedWeights:
         layout: shard boundaries.
         codec: rule that encodes the shards.
         device: device of the values.
+        name: name of the group in logs.
     """
 
-    def __init__(self, axis: Axis, layout: ShardLayout, codec: Codec, device: torch.device) -> None:
-        self.axis, self.device = axis, device
+    def __init__(self, axis: Axis, layout: ShardLayout, codec: Codec, device: torch.device, name: str) -> None:
+        self.axis, self.device, self.name = axis, device, name
         self.slices = EncodedSlices(codec, layout.cuts, layout.borders)
         self.channel: int | None = None  # of one-sided all-gathers
         self.own: torch.Tensor | None = None  # encoded shard of this rank (stage 3)
@@ -64,9 +65,8 @@ class EncodedWeights:
         if self.own is None:
             self.own = self.axis.empty(cuts[rank + 1] - cuts[rank], torch.uint8, self.device)
         if self._version != version:
-            layout, values = self.slices.layouts[rank], own()
-            if layout.numel:
-                layout.encode(values.to(self.device), self.own[: layout.nbytes])
+            part = self.own[: self.slices.layouts[rank].nbytes]
+            self.slices.encode_slice(rank, own().to(self.device), part, f"gather of {self.name}")
             self._version = version
         return self.own
 

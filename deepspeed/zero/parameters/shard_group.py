@@ -100,8 +100,6 @@ class ShardGroup(LocalShard):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        codec = wire.on(axis, self.dtype) if wire is not None and policy.owns_a_shard else None
-        self.encoded = None if codec is None else EncodedWeights(axis, layout, codec, self.device)
         self.decoded = False  # the full buffer holds decoded values, which differ from the shards
         self.secondary: SecondaryShard | None = None
         # With offloaded parameters, or a limited address space, freed memory must be returned to the system.
@@ -110,6 +108,8 @@ class ShardGroup(LocalShard):
         self.channel, self.copies_channel = ranks.open_channels()
         names = [name_on_all_ranks(member.param, member.name) for member in (members[0], members[-1])]
         self.name = names[0] + (f" … {names[1]}" if len(members) > 1 else "")
+        codec = wire.on(axis, self.dtype) if wire is not None and policy.owns_a_shard else None
+        self.encoded = None if codec is None else EncodedWeights(axis, layout, codec, self.device, self.name)
         self.users = 0  # number of running modules and open contexts that need the values
         self.editors = 0  # number of open contexts in which changes are allowed
         self.keep_unsharded_storage = False  # resharding does not free the memory of the full buffer
