@@ -331,3 +331,68 @@ def counted() -> None:
 
 def test_bytes_are_those_of_the_formula(workers: Workers) -> None:
     workers(2).run(counted)
+
+
+def offloaded(folder: str) -> None:
+    """Where the state rests changes no bit of an encoded run."""
+    for stage in (1, 2, 3):
+        results = []
+        for device in (None, "cpu", "nvme"):
+            zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
+            place = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+            if device is not None:
+                zero |= {"offload_optimizer": place} | ({"offload_param": place} if stage == 3 else {})
+            with start(stage, wire=wired(stage, "int4"), zero=zero, accumulation=2, precision="bf16") as engine:
+                results.append((losses(engine, range(6)), masters(engine)))
+        for got, values in results[1:]:
+            assert got == results[0][0], stage
+            assert all(torch.equal(values[name], results[0][1][name]) for name in values), stage
+
+
+def with_other_axes(kind: str) -> None:
+    """Beside tensor and sequence parallelism and experts, an encoded run stays near the plain one and is one model."""
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    extra = {"tp": {"tensor_parallel": {"autotp_size": 2}}, "sp": {"sequence_parallel_size": 2},
+             "ep": {"expert_parallel": {"size": 2}}}[kind]  # fmt: skip
+
+    def run(stage: int, wire: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        if kind == "ep":
+            model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes))
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "wire": wire, **extra,
+        }  # fmt: skip
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        dp_rank = dist.get_rank() // 2 if kind in ("tp", "sp") else dist.get_rank()
+        found = []
+        for step in range(4):
+            ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(10 * step + dp_rank))
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.destroy()
+        return found
+
+    for stage in (1, 3):
+        plain, encoded = run(stage, {}), run(stage, wired(stage, "int8"))
+        assert plain != encoded, stage
+        assert max(abs(a - b) for a, b in zip(plain, encoded, strict=True)) < 0.02, (kind, stage, plain, encoded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "sp", "ep"])
+def test_beside_other_axes(workers: Workers, kind: str) -> None:
+    workers(4).run(with_other_axes, kind)
+
+
+@pytest.mark.slow
+def test_offload_changes_no_bit(workers: Workers, tmp_path: Any) -> None:
+    workers(2).run(offloaded, str(tmp_path))
