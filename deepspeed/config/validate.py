@@ -299,8 +299,9 @@ def _wire_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
             f"{reading.name(rivals[0][0])} (int8) and wire.weights ({wire.weights}) are two encodings of weights: keep "
             f"one; wire.weights says it all"
         )
-    if zero.stage == 0 and (wire.weights, wire.weights_within_host) != ("none", "none"):
-        name = "weights" if wire.weights != "none" else "weights_within_host"
+    encoded = [name for name in ("weights", "weights_within_host") if getattr(wire, name) not in ("none", "auto")]
+    if zero.stage == 0 and encoded:
+        name = encoded[0]
         yield wrong(f"wire.{name}", getattr(wire, name), "needs stage 1, 2 or 3: stage 0 sends no weights")
     elif zero.stage == 0 and zero.zero_quantized_weights:
         reading.warnings.append("zero_optimization.zero_quantized_weights has no effect: stage 0 sends no weights")

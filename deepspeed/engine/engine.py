@@ -62,6 +62,7 @@ from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
+from deepspeed.engine.wire_choice import WireChoice
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
@@ -267,6 +268,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._preemption = Preemption(state, self._checkpoints)
         self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
         self._generation = Generation(state)
+        self._wire_choice = WireChoice(state)
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute

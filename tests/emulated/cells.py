@@ -37,9 +37,11 @@ class Cell:
     hybrid: bool = False
     own_stream: bool = False
     small_buckets: bool = False
+    wire: str = ""  # codec of gradients and weights within the host; not a column of the table
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"ranks{self.ranks}", self.dtype, self.tier, f"acc{self.accumulation}"]
+        parts += [self.wire] if self.wire else []
         return "-".join(parts + [f.name for f in fields(self) if getattr(self, f.name) is True])
 
     @property

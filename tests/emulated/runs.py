@@ -113,6 +113,9 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
         "zero_optimization": zero,
     }
+    if cell.wire:
+        weights = {"weights_within_host": cell.wire} if cell.stage else {}
+        entries["wire"] = {"gradients_within_host": cell.wire, **weights}
     if cell.dtype == "fp16":
         entries["fp16"] = {"enabled": True, "initial_scale_power": 8}
     elif cell.dtype != "fp32":

@@ -30,8 +30,11 @@ _ALIGN = 64
 class Layout(Protocol):
     """Encoded form of a 1-D tensor of `numel` elements in `nbytes` bytes."""
 
-    numel: int
-    nbytes: int
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
     def encode(
         self, values: torch.Tensor, payload: torch.Tensor, memory: torch.Tensor | None = None, beta: float = 0.0
@@ -126,7 +129,7 @@ class Wire:
     feedback: ErrorFeedback | None = None
 
     def on(self, axis: Axis, dtype: torch.dtype) -> Codec | None:
-        """Return the codec for messages over `axis` of values that are computed in `dtype`; None: they are sent as is."""
+        """Return the codec for messages over `axis` of values that are computed in `dtype`; None: no codec."""
         if axis.size == 1 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         codec = self.between_hosts if axis.spans_hosts else self.within_host
@@ -219,32 +222,44 @@ def _within(borders: Sequence[int], low: int, high: int) -> tuple[int, ...]:
     return (0, *(border - low for border in inside), high - low) if high > low else (0,)
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """Memory for the encoded form of a flat tensor.
+
+    Args:
+        slices: encoded form.
+        payload: 1-D uint8 tensor of `slices.nbytes` bytes; must not change until the message has been sent.
+        memory: error memory of the flat tensor, or of the own slice if only this one is encoded; None: none.
+        beta: see `ErrorFeedback`.
+    """
+
+    slices: EncodedSlices
+    payload: torch.Tensor
+    memory: torch.Tensor | None = None
+    beta: float = 0.0
+
+
 def reduce_to_owners(
     axis: Axis,
     flat: torch.Tensor,
-    slices: EncodedSlices,
-    payload: torch.Tensor,
+    encoding: Encoding,
     tag: int,
     label: str,
     finish: Callable[[list[torch.Tensor]], Handle | None],
     scratch: Scratch = torch.empty_like,
-    memory: torch.Tensor | None = None,
-    beta: float = 0.0,
 ) -> Handle:
     """Do `collectives.reduce_to_owners` with encoded contributions. All ranks of the axis must call this.
 
     Args:
-        slices: encoded form of `flat`.
-        payload: 1-D uint8 tensor of `slices.nbytes` bytes; must not change until the handle is done.
+        encoding: encoded form of `flat`.
         finish: called with the contributions in rank order, to be summed by `Layout.sum`: encoded ones, but this rank's
             as it is; may return the handle of a next phase.
-        memory: error memory of `flat`; None: none.
-        beta: see `ErrorFeedback`.
     """
+    slices, memory, payload = encoding.slices, encoding.memory, encoding.payload
     own = slice(slices.cuts[axis.rank], slices.cuts[axis.rank + 1])
     for rank in axis.peers:
         span = slice(slices.cuts[rank], slices.cuts[rank + 1])
-        slices.encode(rank, flat[span], payload, label, None if memory is None else memory[span], beta)
+        slices.encode(rank, flat[span], payload, label, None if memory is None else memory[span], encoding.beta)
     nbytes = slices.layouts[axis.rank].nbytes
 
     def arrived(parts: list[torch.Tensor]) -> Handle | None:
@@ -256,15 +271,7 @@ def reduce_to_owners(
 
 
 def all_gather(
-    axis: Axis,
-    full: torch.Tensor,
-    slices: EncodedSlices,
-    payload: torch.Tensor,
-    tag: int,
-    label: str,
-    any_order: bool = False,
-    memory: torch.Tensor | None = None,
-    beta: float = 0.0,
+    axis: Axis, full: torch.Tensor, encoding: Encoding, tag: int, label: str, any_order: bool = False
 ) -> Handle:
     """Send every owner's slice of `full` to all other ranks in encoded form, and decode all slices into `full`.
 
@@ -272,13 +279,23 @@ def all_gather(
 
     Args:
         any_order: ranks may call this in different orders, as in `collectives.share`.
-        memory: error memory of the own slice; None: none.
     """
+    slices, payload = encoding.slices, encoding.payload
     own = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]]
-    slices.encode(axis.rank, own, payload, label, memory, beta)
+    slices.encode(axis.rank, own, payload, label, encoding.memory, encoding.beta)
     start = collectives.share if any_order else collectives.spread
     handle = start(axis, payload, slices.byte_cuts, tag, label)
     return handle.followed_by(lambda: slices.decode(payload, full))
 
 
-__all__ = ["BlockCodec", "CastCodec", "Codec", "EncodedSlices", "ErrorFeedback", "Wire", "all_gather", "reduce_to_owners"]
+__all__ = [
+    "BlockCodec",
+    "CastCodec",
+    "Codec",
+    "EncodedSlices",
+    "Encoding",
+    "ErrorFeedback",
+    "Wire",
+    "all_gather",
+    "reduce_to_owners",
+]

@@ -257,7 +257,7 @@ class AxisRegistry:
 
     def find_hosts(self) -> None:
         """Exchange the ranks' hosts, for `Axis.spans_hosts`. All ranks of the world must call this."""
-        if self.hosts or self.size == 1 or "fake" in str(dist.get_backend(self.world)):
+        if self.hosts or self.world is None or "fake" in str(dist.get_backend(self.world)):
             return
         boots: list[Any] = [None] * self.size
         with CollectiveEvent.of_world("all_gather_object of the hosts"):

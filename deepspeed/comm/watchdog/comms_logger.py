@@ -340,7 +340,7 @@ class CommsLogger:
         return rows
 
     def encoding_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each operation with encoded messages: bytes before and after, time and errors of encoding."""
+        """Return a row for each operation with encoded messages: bytes before and after, time and errors."""
         return [
             {
                 "Comm. Op": operation,

@@ -7,13 +7,16 @@ from typing import Literal
 from deepspeed.config.base_model import Int, Section, key
 
 Encoding = Literal["none", "bf16", "int8", "int4"]
+EncodingOrAuto = Literal["none", "bf16", "int8", "int4", "auto"]
 
 
 class WireConfig(Section):
-    """Block `wire`: how gradients and weights are encoded in messages; see docs/communication.md."""
+    """Block `wire`: how gradients and weights are encoded in messages; "auto" instead: both keys of that value."""
 
-    gradients: Encoding = key("none", "gradients between hosts")
-    weights: Encoding = key("none", "all-gathers of weights between hosts (stages 1 to 3)")
+    gradients: EncodingOrAuto = key(
+        "none", "gradients between hosts; auto: the most exact of none, bf16 and int8 that costs no time"
+    )
+    weights: EncodingOrAuto = key("none", "all-gathers of weights between hosts (stages 1 to 3); auto: as gradients")
     frozen_weights: Encoding | None = key(None, "all-gathers of frozen weights (stage 3); null: as weights")
     gradients_within_host: Encoding = key("none", "gradients between ranks of one host")
     weights_within_host: Encoding = key("none", "all-gathers of weights between ranks of one host")

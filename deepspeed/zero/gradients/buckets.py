@@ -157,8 +157,7 @@ class Bucket:
             return
         group, label = self.group, f"gradients of {self.group.name}"
         tier = group.tiers.optimizer
-        encoded = EncodedGradients(group, self._wire, self.whole, self.dtype)
-        self.encoded = encoded if encoded.slices is not None or encoded.copies is not None else None
+        self._encode()
         if self.sums_locally:
             self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
         if self.local is not None and tier is RESIDENT:
@@ -166,6 +165,16 @@ class Bucket:
             self.sum = Resident(label, self.local[self.low : self.high])
         else:
             self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
+
+    def set_wire(self, wire: Wire) -> None:
+        """Change the codecs of the messages, between two windows. All ranks must call this."""
+        self._wire = wire
+        if self.sum is not None:
+            self._encode()
+
+    def _encode(self) -> None:
+        encoded = EncodedGradients(self.group, self._wire, self.whole, self.dtype)
+        self.encoded = encoded if encoded.slices is not None or encoded.copies is not None else None
 
     @property
     def total(self) -> StoredTensor:

@@ -105,16 +105,23 @@ class EncodedGradients:
         """Encoded form of the contributions to this rank's shard; None: they are not encoded."""
         return None if self.slices is None else self.slices.layouts[self._group.axis.rank]
 
+    @staticmethod
+    def message(
+        slices: EncodedSlices, payload: torch.Tensor, memory: ErrorMemory | None, factor: float
+    ) -> encoded.Encoding:
+        """Return the encoding of a message whose sum will be multiplied by `factor`."""
+        if memory is None:
+            return encoded.Encoding(slices, payload)
+        return encoded.Encoding(slices, payload, memory.for_factor(factor), memory.feedback.beta)
+
     def share_with_copies(self, axis: Axis, total: torch.Tensor, tag: int, label: str) -> tuple[Handle, torch.Tensor]:
         """Start to all-gather an encoded sum over the ranks with the same shard; returns a handle and the payload."""
         slices = self.copies
         if slices is None:
             raise RuntimeError("sums of replicas are not encoded")
         payload = axis.empty(slices.nbytes, torch.uint8, total.device)
-        memory, beta = None, 0.0
-        if self.sum_memory is not None:
-            memory, beta = self.sum_memory.for_factor(1.0), self.sum_memory.feedback.beta
-        slices.encode(axis.rank, total, payload, label, memory, beta)
+        message = self.message(slices, payload, self.sum_memory, 1.0)
+        slices.encode(axis.rank, total, payload, label, message.memory, message.beta)
         return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
 
     def end_update(self) -> None:

@@ -246,12 +246,10 @@ class GradReduceScatter:
         encoding = bucket.encoded
         if encoding is None or encoding.slices is None:
             raise RuntimeError(f"messages of {bucket.group.name} are not encoded")
-        memory, slices = encoding.memory, encoding.slices
-        factor = current.post_reduce_scale
-        error = (None, 0.0) if memory is None else (memory.for_factor(factor), memory.feedback.beta)
-        payload = self._payload(bucket, current, slices)
-        axis, buffer = bucket.group.axis.reductions, current.buffer
-        return encoded.reduce_to_owners(axis, buffer, slices, payload, tag, label, finish, self._scratch, *error)
+        payload = self._payload(bucket, current, encoding.slices)
+        message = encoding.message(encoding.slices, payload, encoding.memory, current.post_reduce_scale)
+        axis = bucket.group.axis.reductions
+        return encoded.reduce_to_owners(axis, current.buffer, message, tag, label, finish, self._scratch)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
@@ -299,9 +297,8 @@ class GradReduceScatter:
         tag, label, axis = tag_of(group.channel, SPREAD, seq), f"share of {group.name}", group.axis.reductions
         if encoding is not None and slices is not None:
             payload = self._payload(bucket, current, slices)
-            memory = encoding.sum_memory
-            error = (None, 0.0) if memory is None else (memory.for_factor(1.0), memory.feedback.beta)
-            handle = encoded.all_gather(axis, total, slices, payload, tag, label, True, *error)
+            message = encoding.message(slices, payload, encoding.sum_memory, 1.0)
+            handle = encoded.all_gather(axis, total, message, tag, label, any_order=True)
         else:
             handle = collectives.share(axis, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.comm.collectives import encoded
 from deepspeed.comm.collectives.collectives import Handle
-from deepspeed.comm.collectives.encoded import Codec, EncodedSlices
+from deepspeed.comm.collectives.encoded import Codec, EncodedSlices, Encoding
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.zero.layout.layout import ShardLayout
@@ -40,7 +40,7 @@ class EncodedWeights:
 
     def publish(self, full: torch.Tensor, tag: int, label: str) -> Handle:
         """Start to all-gather the own slice of `full`, which gets the decoded values of all ranks (stages 1 and 2)."""
-        return encoded.all_gather(self.axis, full, self.slices, self.payload(), tag, label)
+        return encoded.all_gather(self.axis, full, Encoding(self.slices, self.payload()), tag, label)
 
     def round_trip(self, own: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard as other ranks decode it."""

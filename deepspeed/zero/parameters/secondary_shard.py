@@ -1,8 +1,8 @@
 """Secondary shards: parts of gathered parameters that the ranks of one host keep for the next gathers (hpZ).
 
-ZeRO++ (arXiv:2306.10209), section 3.2: after a forward has gathered a group over all ranks, each rank of a host keeps 1/n
-of the full buffer, with n ranks on the host. Later gathers of the same values, in backward or in other micro-batches,
-stay within the host. A secondary shard is invalid after each change of the values: steps, loads and edits.
+ZeRO++ (arXiv:2306.10209), section 3.2: after a forward has gathered a group over all ranks, each of the n ranks of a
+host keeps 1/n of the full buffer. Later gathers of the same values, in backward or in other micro-batches, stay within
+the host. A secondary shard is invalid after each change of the values: steps, loads and edits.
 
 A rank that has run another branch has no secondary shard. On the CPU, a gather looks at the versions of its neighbours
 without waiting, and gathers over all ranks if one has none. On devices all ranks gather in the same order, so that the

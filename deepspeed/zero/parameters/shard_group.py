@@ -20,7 +20,7 @@ from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
 from deepspeed.comm.collectives.encoded import Wire
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
 from deepspeed.comm.collectives.same_error import meet_before
-from deepspeed.comm.process_groups.axis import tag_of
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
 from deepspeed.storage.async_copy import PendingCopy
@@ -526,6 +526,25 @@ class ShardGroup(LocalShard):
                 channels += self.encoded.serve(self.fetch, self._own_values, self.changes)
             self._dropped = weakref.finalize(self, self.axis.abandoned.extend, channels)
             self._dropped.atexit = False
+
+    def set_wire(self, wire: Wire) -> None:
+        """Change the codec of all-gathers, at the end of a step. All ranks must call this.
+
+        At stages 1 and 2 the caller all-gathers the values again.
+        """
+        codec, before = wire.on(self.axis, self.dtype) if self.policy.owns_a_shard else None, self.encoded
+        if self.fetch is not None and before is not None and before.channel is not None:
+            self.fetch.withdraw(before.channel)
+        self.reshard()
+        self.encoded = None if codec is None else EncodedWeights(self.axis, self.layout, codec, self.device, self.name)
+        if self.encoded is not None and self.policy.all_gathers_after_step and self.master is None:
+            self.encoded = None  # there are no values beside those that would be encoded
+        if self.encoded is not None and self.fetch is not None:
+            self.encoded.serve(self.fetch, self._own_values, self.changes)
+        if not self.policy.gathers_before_use:
+            self.decoded = False
+        if self.secondary is not None:
+            self.secondary.invalidate()
 
     def keep_secondary(self) -> None:
         """Fill the secondary shard, if there is one, from the gathered values that a forward uses."""
