@@ -320,10 +320,7 @@ DS_INLINE void sum_range(const Sum& s, int64_t begin, int64_t end) {
     Walk walk(*s.layout, begin);
     for (int64_t block = begin; block < end; block++) {
         const Place place = walk.at(block);
-        if (place.count == BLOCK)
-            sum_block(s, block, place, BLOCK);
-        else
-            sum_block(s, block, place, place.count);
+        sum_block(s, block, place, place.count);
     }
 }
 
