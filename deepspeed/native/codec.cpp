@@ -23,6 +23,8 @@ constexpr int64_t LARGEST = 1024;
 constexpr int64_t PER_THREAD = 1 << 15;
 constexpr uint32_t INFINITE = 0x7f800000u;
 constexpr uint16_t SMALLEST = 0x0080u;  // smallest normal bf16
+// Prefetch distance in bytes: hardware prefetching stops at each 4 KiB page.
+constexpr int64_t FAR = 4096;
 constexpr float ROUND = 0x1.8p23f;      // adding it rounds to an integer, ties to even, in the low bits
 constexpr int32_t PAYLOAD = 3;          // kind of an encoded part of a sum; the others are those of numbers.h
 
@@ -133,11 +135,19 @@ DS_INLINE void add_memory(const Encoding& e, int64_t start, int64_t count, const
     }
 }
 
+// Prefetch a later block, for reading or also for writing.
+template <bool written> DS_INLINE void fetch(const void* base, int64_t bytes) {
+    const char* start = static_cast<const char*>(base) + FAR;
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(start + byte, written);
+}
+
 DS_INLINE void encode_block(const Encoding& e, int64_t block, int64_t start, int64_t count, uint8_t* bytes) {
     alignas(64) float scratch[LARGEST];
     alignas(64) int8_t unpacked[LARGEST + 1];
     const bool packed = e.layout->bits == 4;
     uint16_t* memory = e.memory ? e.memory + start : nullptr;
+    fetch<false>(static_cast<const char*>(e.values) + start * width(e.kind), count * width(e.kind));
+    if (memory) fetch<true>(memory, count * 2);
     const float* values = scratch;
     if (memory)
         add_memory(e, start, count, memory, scratch);
