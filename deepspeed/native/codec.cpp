@@ -23,6 +23,8 @@ constexpr int64_t LARGEST = 1024;
 constexpr int64_t PER_THREAD = 1 << 15;
 constexpr uint32_t INFINITE = 0x7f800000u;
 constexpr uint16_t SMALLEST = 0x0080u;  // smallest normal bf16
+// Prefetch distance in bytes: hardware prefetching stops at each 4 KiB page.
+constexpr int64_t FAR = 4096;
 constexpr float ROUND = 0x1.8p23f;      // adding it rounds to an integer, ties to even, in the low bits
 constexpr int32_t PAYLOAD = 3;          // kind of an encoded part of a sum; the others are those of numbers.h
 
@@ -49,10 +51,16 @@ struct Walk {
     }
 };
 
+// `to_bf16` of a number that is not NaN.
+DS_INLINE uint16_t finite_bf16(float value) {
+    const uint32_t bits = as_bits(value);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 // -- codes ------------------------------------------------------------------------------------------------------------
 
 // Two codes per byte, the first one in the low half.
-DS_INLINE void pack(const int8_t* codes, int64_t count, uint8_t* bytes) {
+DS_INLINE void pack(const int8_t* __restrict codes, int64_t count, uint8_t* __restrict bytes) {
     for (int64_t i = 0; i < (count + 1) / 2; i++) {
         uint16_t two;
         std::memcpy(&two, codes + 2 * i, sizeof two);
@@ -61,7 +69,7 @@ DS_INLINE void pack(const int8_t* codes, int64_t count, uint8_t* bytes) {
 }
 
 // Four-bit codes without their sign extension.
-DS_INLINE void unpack(const uint8_t* bytes, int64_t count, int8_t* codes) {
+DS_INLINE void unpack(const uint8_t* __restrict bytes, int64_t count, int8_t* __restrict codes) {
     for (int64_t i = 0; i < (count + 1) / 2; i++) {
         const auto two = static_cast<uint16_t>((bytes[i] & 0x0fu) | ((bytes[i] & 0xf0u) << 4));
         std::memcpy(codes + 2 * i, &two, sizeof two);
@@ -79,12 +87,9 @@ void encode_special(const float* values, int64_t count, bool packed, int8_t* cod
     }
 }
 
-void decode_special(const int8_t* codes, int64_t count, bool packed, float* values) {
-    for (int64_t i = 0; i < count; i++) {
-        const int32_t code = extended(codes[i], packed);
-        const uint32_t infinity = code == 0 ? 0u : code > 0 ? INFINITE : INFINITE | 0x80000000u;
-        values[i] = as_float(code == (packed ? -8 : -128) ? 0x7fc00000u : infinity);
-    }
+float special(int32_t code, bool packed) {
+    const uint32_t infinity = code == 0 ? 0u : code > 0 ? INFINITE : INFINITE | 0x80000000u;
+    return as_float(code == (packed ? -8 : -128) ? 0x7fc00000u : infinity);
 }
 
 // -- encoding ---------------------------------------------------------------------------------------------------------
@@ -106,36 +111,50 @@ DS_INLINE uint32_t largest(const float* values, int64_t count) {
 }
 
 // No clamp: the rounded scale is at most 2^-9 smaller, so that no quotient rounds to more than the largest code.
-DS_INLINE void quantise(const float* values, int64_t count, float inverse, int8_t* codes) {
+DS_INLINE void quantise(const float* __restrict values, int64_t count, float inverse, int8_t* __restrict codes) {
     for (int64_t i = 0; i < count; i++) codes[i] = static_cast<int8_t>(as_bits(values[i] * inverse + ROUND));
 }
 
-DS_INLINE void remember(const float* values, int64_t count, float inverse, float scale, float kept, float renewed,
-                        uint16_t* memory) {
+DS_INLINE void remember(const float* __restrict values, int64_t count, float inverse, float scale, const Encoding& e,
+                        uint16_t* __restrict memory) {
     for (int64_t i = 0; i < count; i++) {
         const float decoded = (values[i] * inverse + ROUND - ROUND) * scale;
-        memory[i] = to_bf16(kept * from_bf16(memory[i]) + renewed * (values[i] - decoded));
+        memory[i] = finite_bf16(e.kept * from_bf16(memory[i]) + e.renewed * (values[i] - decoded));
     }
 }
 
-DS_INLINE void add_memory(const float* values, const uint16_t* memory, int64_t count, float* sum) {
-    for (int64_t i = 0; i < count; i++) sum[i] = values[i] + from_bf16(memory[i]);
+// sum = values + memory
+DS_INLINE void add_memory(const Encoding& e, int64_t start, int64_t count, const uint16_t* memory,
+                          float* __restrict sum) {
+    if (e.kind == FP32) {
+        const float* values = static_cast<const float*>(e.values) + start;
+        for (int64_t i = 0; i < count; i++) sum[i] = values[i] + from_bf16(memory[i]);
+    } else {
+        widen(static_cast<const uint16_t*>(e.values) + start, e.kind, sum, count);
+        for (int64_t i = 0; i < count; i++) sum[i] += from_bf16(memory[i]);
+    }
+}
+
+// Prefetch a later block, for reading or also for writing.
+template <bool written> DS_INLINE void fetch(const void* base, int64_t bytes) {
+    const char* start = static_cast<const char*>(base) + FAR;
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(start + byte, written);
 }
 
 DS_INLINE void encode_block(const Encoding& e, int64_t block, int64_t start, int64_t count, uint8_t* bytes) {
     alignas(64) float scratch[LARGEST];
     alignas(64) int8_t unpacked[LARGEST + 1];
     const bool packed = e.layout->bits == 4;
-    const float* values = static_cast<const float*>(e.values) + start;
-    if (e.kind != FP32) {
-        widen(static_cast<const uint16_t*>(e.values) + start, e.kind, scratch, count);
-        values = scratch;
-    }
     uint16_t* memory = e.memory ? e.memory + start : nullptr;
-    if (memory) {
-        add_memory(values, memory, count, scratch);
-        values = scratch;
-    }
+    fetch<false>(static_cast<const char*>(e.values) + start * width(e.kind), count * width(e.kind));
+    if (memory) fetch<true>(memory, count * 2);
+    const float* values = scratch;
+    if (memory)
+        add_memory(e, start, count, memory, scratch);
+    else if (e.kind == FP32)
+        values = static_cast<const float*>(e.values) + start;
+    else
+        widen(static_cast<const uint16_t*>(e.values) + start, e.kind, scratch, count);
     const uint32_t most = largest(values, count);
     uint16_t half = to_bf16(as_float(most) / (packed ? 7.0f : 127.0f));
     if (half < SMALLEST) half = 0;
@@ -148,7 +167,7 @@ DS_INLINE void encode_block(const Encoding& e, int64_t block, int64_t start, int
     } else {
         const float inverse = half ? 1.0f / scale : 0.0f;
         quantise(values, count, inverse, codes);
-        if (memory) remember(values, count, inverse, scale, e.kept, e.renewed, memory);
+        if (memory) remember(values, count, inverse, scale, e, memory);
     }
     if (packed) {
         unpacked[count] = 0;
@@ -173,15 +192,41 @@ DS_AVX512 void avx512(const Encoding& e, int64_t begin, int64_t end) { encode_ra
 
 // -- decoding ---------------------------------------------------------------------------------------------------------
 
-DS_INLINE void dequantise(const int8_t* codes, int64_t count, bool packed, float scale, float* values) {
+// Element of a sum, to which decoded values are added.
+struct Total {
+    float value;
+};
+
+DS_INLINE void put(float value, float* to) { *to = value; }
+DS_INLINE void put(float value, uint16_t* to) { *to = finite_bf16(value); }
+DS_INLINE void put(float value, Total* to) { to->value += value; }
+
+// Values of a block whose scale is finite.
+template <class Out>
+DS_INLINE void dequantise(const int8_t* __restrict codes, int64_t count, bool packed, float scale, Out* __restrict to) {
     if (packed)
-        for (int64_t i = 0; i < count; i++) values[i] = static_cast<float>(extended(codes[i], true)) * scale;
+        for (int64_t i = 0; i < count; i++) put(static_cast<float>(extended(codes[i], true)) * scale, to + i);
     else
-        for (int64_t i = 0; i < count; i++) values[i] = static_cast<float>(codes[i]) * scale;
+        for (int64_t i = 0; i < count; i++) put(static_cast<float>(codes[i]) * scale, to + i);
 }
 
+// Values of a block with infinities or NaN; their bf16 is the high half.
+void decode_special(const int8_t* codes, int64_t count, bool packed, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = special(extended(codes[i], packed), packed);
+}
+
+void decode_special(const int8_t* codes, int64_t count, bool packed, uint16_t* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = as_bits(special(extended(codes[i], packed), packed)) >> 16;
+}
+
+void decode_special(const int8_t* codes, int64_t count, bool packed, Total* to) {
+    for (int64_t i = 0; i < count; i++) to[i].value += special(extended(codes[i], packed), packed);
+}
+
+// Values of a block: fp32, bf16, or added to a sum.
+template <class Out>
 DS_INLINE void decode_block(const BlockLayout& layout, const uint8_t* payload, int64_t block, int64_t byte,
-                            int64_t count, float* values) {
+                            int64_t count, Out* to) {
     alignas(64) int8_t unpacked[LARGEST + 1];
     const bool packed = layout.bits == 4;
     const auto* codes = reinterpret_cast<const int8_t*>(payload + byte);
@@ -191,9 +236,9 @@ DS_INLINE void decode_block(const BlockLayout& layout, const uint8_t* payload, i
     }
     const float scale = from_bf16(reinterpret_cast<const uint16_t*>(payload)[block]);
     if ((as_bits(scale) & INFINITE) == INFINITE)
-        decode_special(codes, count, packed, values);
+        decode_special(codes, count, packed, to);
     else
-        dequantise(codes, count, packed, scale, values);
+        dequantise(codes, count, packed, scale, to);
 }
 
 struct Decoding {
@@ -205,22 +250,22 @@ struct Decoding {
 
 DS_INLINE void decode_to(const Decoding& d, int64_t block, int64_t start, int64_t count, int64_t byte) {
     alignas(64) float scratch[LARGEST];
+    auto* halves = static_cast<uint16_t*>(d.out) + start;
     if (d.kind == FP32) {
         decode_block(*d.layout, d.payload, block, byte, count, static_cast<float*>(d.out) + start);
-        return;
+    } else if (d.kind == BF16) {
+        decode_block(*d.layout, d.payload, block, byte, count, halves);
+    } else {
+        decode_block(*d.layout, d.payload, block, byte, count, scratch);
+        narrow(scratch, FP16, halves, count);
     }
-    decode_block(*d.layout, d.payload, block, byte, count, scratch);
-    narrow(scratch, d.kind, static_cast<uint16_t*>(d.out) + start, count);
 }
 
 DS_INLINE void decode_range(const Decoding& d, int64_t begin, int64_t end) {
     Walk walk(*d.layout, begin);
     for (int64_t block = begin; block < end; block++) {
         const Place place = walk.at(block);
-        if (place.count == BLOCK)
-            decode_to(d, block, place.start, BLOCK, place.byte);
-        else
-            decode_to(d, block, place.start, place.count, place.byte);
+        decode_to(d, block, place.start, place.count, place.byte);
     }
 }
 
@@ -241,47 +286,51 @@ struct Sum {
     bool add;
 };
 
-// The values as fp32: in place, or in `scratch`.
-DS_INLINE const float* as_fp32(const BlockLayout& layout, const void* base, int32_t kind, int64_t block,
-                               const Place& place, int64_t count, float* scratch) {
-    if (kind == FP32) return static_cast<const float*>(base) + place.start;
-    if (kind == PAYLOAD)
-        decode_block(layout, static_cast<const uint8_t*>(base), block, place.byte, count, scratch);
+DS_INLINE void first_part(const Sum& s, int64_t block, const Place& place, int64_t count, float* __restrict total) {
+    if (s.kinds[0] == PAYLOAD)
+        decode_block(*s.layout, static_cast<const uint8_t*>(s.parts[0]), block, place.byte, count, total);
+    else if (s.kinds[0] == FP32)
+        std::copy_n(static_cast<const float*>(s.parts[0]) + place.start, count, total);
     else
-        widen(static_cast<const uint16_t*>(base) + place.start, static_cast<Kind>(kind), scratch, count);
-    return scratch;
+        widen(static_cast<const uint16_t*>(s.parts[0]) + place.start, static_cast<Kind>(s.kinds[0]), total, count);
+}
+
+// total += values
+DS_INLINE void add_plain(const void* base, int32_t kind, int64_t start, int64_t count, float* __restrict total) {
+    const auto* whole = static_cast<const float*>(base) + start;
+    const auto* half = static_cast<const uint16_t*>(base) + start;
+    if (kind == FP32) {
+        for (int64_t i = 0; i < count; i++) total[i] += whole[i];
+    } else if (kind == BF16) {
+        for (int64_t i = 0; i < count; i++) total[i] += from_bf16(half[i]);
+    } else {
+        for (int64_t i = 0; i < count; i++) total[i] += from_fp16(half[i]);
+    }
 }
 
 DS_INLINE void sum_block(const Sum& s, int64_t block, const Place& place, int64_t count) {
-    alignas(64) float total[LARGEST], scratch[LARGEST];
-    const float* sum = as_fp32(*s.layout, s.parts[0], s.kinds[0], block, place, count, total);
-    for (int part = 1; part < s.count; part++, sum = total) {
-        const float* term = as_fp32(*s.layout, s.parts[part], s.kinds[part], block, place, count, scratch);
-        for (int64_t i = 0; i < count; i++) total[i] = sum[i] + term[i];
-    }
-    if (s.scale != 1.0f) {
-        for (int64_t i = 0; i < count; i++) total[i] = sum[i] * s.scale;
-        sum = total;
-    }
-    if (s.add) {
-        const float* term = as_fp32(*s.layout, s.out, s.out_kind, block, place, count, scratch);
-        for (int64_t i = 0; i < count; i++) total[i] = sum[i] + term[i];
-        sum = total;
-    }
+    alignas(64) Total totals[LARGEST];
+    float* total = &totals[0].value;
+    first_part(s, block, place, count, total);
+    for (int part = 1; part < s.count; part++)
+        if (s.kinds[part] == PAYLOAD)
+            decode_block(*s.layout, static_cast<const uint8_t*>(s.parts[part]), block, place.byte, count, totals);
+        else
+            add_plain(s.parts[part], s.kinds[part], place.start, count, total);
+    if (s.scale != 1.0f)
+        for (int64_t i = 0; i < count; i++) total[i] *= s.scale;
+    if (s.add) add_plain(s.out, s.out_kind, place.start, count, total);
     if (s.out_kind == FP32)
-        std::copy_n(sum, count, static_cast<float*>(s.out) + place.start);
+        std::copy_n(total, count, static_cast<float*>(s.out) + place.start);
     else
-        narrow(sum, s.out_kind, static_cast<uint16_t*>(s.out) + place.start, count);
+        narrow(total, s.out_kind, static_cast<uint16_t*>(s.out) + place.start, count);
 }
 
 DS_INLINE void sum_range(const Sum& s, int64_t begin, int64_t end) {
     Walk walk(*s.layout, begin);
     for (int64_t block = begin; block < end; block++) {
         const Place place = walk.at(block);
-        if (place.count == BLOCK)
-            sum_block(s, block, place, BLOCK);
-        else
-            sum_block(s, block, place, place.count);
+        sum_block(s, block, place, place.count);
     }
 }
 
