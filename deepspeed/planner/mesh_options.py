@@ -135,5 +135,5 @@ def unjudged(machine: Machine) -> list[str]:
         )
     if len(sizes) > 1:
         lines.append("several axes above 1 together: not judged, to keep the search short")
-    lines.append("zero_optimization.zero_hpz_partition_size: not judged: the engine has no second slice yet")
+    lines.append("zero_optimization.zero_hpz_partition_size: not judged")
     return lines if sizes else []
