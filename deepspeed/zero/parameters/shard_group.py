@@ -20,7 +20,7 @@ from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
 from deepspeed.comm.collectives.encoded import Wire
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
 from deepspeed.comm.collectives.same_error import meet_before
-from deepspeed.comm.process_groups.axis import Axis, tag_of
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
 from deepspeed.storage.async_copy import PendingCopy
@@ -30,9 +30,8 @@ from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
 from deepspeed.zero.parameters.buffer_views import BufferViews
 from deepspeed.zero.parameters.collective_order import GatherOrder
-from deepspeed.zero.parameters.encoded_weights import EncodedWeights
+from deepspeed.zero.parameters.forward_gathers import ForwardGathers
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
-from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.parallel_groups import GroupRanks, name_on_all_ranks
 from deepspeed.zero.parameters.parameter import (
     ManagedParameter,
@@ -45,7 +44,6 @@ from deepspeed.zero.parameters.parameter import (
     was_replaced,
 )
 from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
-from deepspeed.zero.parameters.secondary_shard import SecondaryShard
 
 
 class State(enum.Enum):
@@ -64,7 +62,7 @@ _STATUS = {
 }
 
 
-class ShardGroup(LocalShard):
+class ShardGroup(ForwardGathers):
     """Group of parameters with the same sharding policy.
 
     The constructor takes over the parameters: they become views of the full buffer, and are sharded at stage 3.
@@ -101,15 +99,13 @@ class ShardGroup(LocalShard):
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
         self.decoded = False  # the full buffer holds decoded values, which differ from the shards
-        self.secondary: SecondaryShard | None = None
         # With offloaded parameters, or a limited address space, freed memory must be returned to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = ranks.open_channels()
         names = [name_on_all_ranks(member.param, member.name) for member in (members[0], members[-1])]
         self.name = names[0] + (f" … {names[1]}" if len(members) > 1 else "")
-        codec = wire.on(axis, self.dtype) if wire is not None and policy.owns_a_shard else None
-        self.encoded = None if codec is None else EncodedWeights(axis, layout, codec, self.device, self.name)
+        self._set_codec(wire)
         self.users = 0  # number of running modules and open contexts that need the values
         self.editors = 0  # number of open contexts in which changes are allowed
         self.keep_unsharded_storage = False  # resharding does not free the memory of the full buffer
@@ -231,13 +227,8 @@ class ShardGroup(LocalShard):
         self.buffer_views.check_no_unsaved_writes()
         label = f"gather of {self.name}"
         self.buffer_views.grow()
-        if encoded and self.secondary is not None and self.secondary.ready():
-            self._handle = self.secondary.gather(self.full, label)
-            self.state, self.decoded = State.INFLIGHT, self.encoded is not None
-            return
-        if encoded and self.encoded is not None and (self.fetch is None or self.encoded.channel is not None):
-            self._handle = self._gather_encoded(self.encoded, label)
-            self.state, self.decoded = State.INFLIGHT, True
+        if encoded and (handle := self._start_for_module(label)) is not None:
+            self._handle, self.state = handle, State.INFLIGHT
             return
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
@@ -254,20 +245,6 @@ class ShardGroup(LocalShard):
                 self._handle = self._all_gather(self.full, cuts, label)
         self._arrival = arrival
         self.state = State.INFLIGHT
-
-    def _gather_encoded(self, encoded: EncodedWeights, label: str) -> Handle:
-        """Start the all-gather of encoded shards, which are decoded into the full buffer."""
-        own, full = encoded.refresh(self._own_values, self.changes), self.full
-        if self.fetch is not None:
-            return encoded.pull(self.fetch, full, own, label)
-        return encoded.gather(lambda payload, cuts: self._all_gather(payload, cuts, label), full, own)
-
-    def _own_values(self) -> torch.Tensor:
-        """Return this rank's shard, or a copy of an offloaded one."""
-        if self.values.memory is not None:
-            return self.values.memory
-        with self.values.borrowed() as values:
-            return values.clone()
 
     def _all_gather(self, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
         """Start a collective all-gather of the shards in `full`; raises OrderError as `start_all_gather`."""
@@ -486,12 +463,8 @@ class ShardGroup(LocalShard):
     def advance(self) -> None:
         """Count a change of the shard, so that one-sided reads of other ranks get the new values."""
         self.changes += 1
-        if self.secondary is not None:
-            self.secondary.invalidate()
+        self._advance_copies()
         if self.fetch is not None:
-            if self.encoded is not None and self.encoded.channel is not None:
-                self.encoded.refresh(self._own_values, self.changes)
-                self.fetch.advance(self.encoded.channel)
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
@@ -521,40 +494,9 @@ class ShardGroup(LocalShard):
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
         if self.fetch is not None:  # other ranks may still read the shard when the group is garbage-collected
-            channels = [self.channel]
-            if self.encoded is not None:
-                channels += self.encoded.serve(self.fetch, self._own_values, self.changes)
+            channels = [self.channel, *self._serve_encoded()]
             self._dropped = weakref.finalize(self, self.axis.abandoned.extend, channels)
             self._dropped.atexit = False
-
-    def set_wire(self, wire: Wire) -> None:
-        """Change the codec of all-gathers, at the end of a step. All ranks must call this.
-
-        At stages 1 and 2 the caller all-gathers the values again.
-        """
-        codec, before = wire.on(self.axis, self.dtype) if self.policy.owns_a_shard else None, self.encoded
-        if self.fetch is not None and before is not None and before.channel is not None:
-            self.fetch.withdraw(before.channel)
-        self.reshard()
-        self.encoded = None if codec is None else EncodedWeights(self.axis, self.layout, codec, self.device, self.name)
-        if self.encoded is not None and self.policy.all_gathers_after_step and self.master is None:
-            self.encoded = None  # there are no values beside those that would be encoded
-        if self.encoded is not None and self.fetch is not None:
-            self.encoded.serve(self.fetch, self._own_values, self.changes)
-        if not self.policy.gathers_before_use:
-            self.decoded = False
-        if self.secondary is not None:
-            self.secondary.invalidate()
-
-    def keep_secondary(self) -> None:
-        """Fill the secondary shard, if there is one, from the gathered values that a forward uses."""
-        if self.secondary is not None and self.decoded == (self.encoded is not None):
-            self.secondary.fill(self.full)
-
-    def add_secondary(self, within_host: Axis) -> None:
-        """Create the secondary shard. All ranks of the host must call this."""
-        self.secondary = secondary = SecondaryShard(within_host, self.numel, self.dtype, self.device)
-        weakref.finalize(self, within_host.abandoned.append, secondary.channel).atexit = False
 
     def attach(
         self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
@@ -580,14 +522,11 @@ class ShardGroup(LocalShard):
             self.keep_unsharded_storage = False
             self.buffer_views.release_storage()
         self.keep_unsharded_storage = False
+        self._withdraw_copies()
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
-            if self.encoded is not None and self.encoded.channel is not None:
-                self.fetch.withdraw(self.encoded.channel)
             self.fetch = None
-        if self.secondary is not None:
-            self.secondary.withdraw()
-            self.secondary = None
+        self.secondary = None
         if self._dropped is not None:
             self._dropped.detach()
         self.lifecycle = self._observer = self.gather_order = None
