@@ -25,7 +25,7 @@ from deepspeed.zero.optimizer.update import all_gather_updated
 CHOICES = ("none", "bf16", "int8")
 START = "int8"
 _SKIPPED, _TIMED = 2, 4  # steps: buffers are allocated in the first ones
-_SLACK = 1.02
+SLACK = 1.02
 _HIDDEN = 0.5  # part of a step's computation during which messages of gradients can travel
 _PROBE_BYTES, _PROBES = 1 << 20, 3
 
@@ -70,7 +70,7 @@ class LinkCosts:
         """
         compute = self.compute(step, measured)
         times = {codec: self.predicted(compute, codec) for codec in CHOICES}
-        return next(codec for codec in CHOICES if times[codec] <= _SLACK * min(times.values()))
+        return next(codec for codec in CHOICES if times[codec] <= SLACK * min(times.values()))
 
 
 def bandwidth_of(axis: Axis, device: torch.device) -> float:

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepspeed.config.load import load_raw
+from deepspeed.engine.wire_choice import CHOICES, SLACK, LinkCosts
 from deepspeed.errors import DeepSpeedError
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.mesh_options import unjudged
@@ -50,6 +53,33 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
+# Seconds to encode and decode one element in native code on one core; on devices, memory's speed hides it.
+_CODING = 1.5e-9
+
+
+def wire_advice(best: Judged, machine: Machine, elements: int) -> str:
+    """Say which codec pays between the hosts of a machine; "" for one host, or a plan with other axes than data.
+
+    Args:
+        best: plan with a predicted time.
+        machine: machine whose `between` is the speed of a rank's share of the network.
+        elements: parameters of the model.
+    """
+    time, plan = best.time, best.plan
+    if time is None or not machine.between or plan.shape.width > 1 or plan.shape.stages > 1:
+        return ""
+    rounds = plan.steps if plan.stage >= 2 else 1
+    gathers = 2 * plan.steps if plan.stage == 3 else int(plan.stage > 0)
+    coding = 0.0 if machine.link else _CODING
+    costs = LinkCosts(machine.between, coding, elements * rounds * (2 if plan.stage == 0 else 1), elements * gathers)
+    compute = time.total - time.messages
+    times = {codec: costs.predicted(compute, codec) for codec in CHOICES}
+    chosen = next(codec for codec in CHOICES if times[codec] <= SLACK * min(times.values()))
+    shown = ", ".join(f"{codec} {seconds * 1e3:,.1f} ms" for codec, seconds in times.items())
+    setting = "no codec pays" if chosen == "none" else f'"wire": {{"gradients": "{chosen}", "weights": "{chosen}"}} pays'
+    return f"messages between hosts at {machine.between / 1e9:.2f} GB/s for a rank: {setting} (an update: {shown})"
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Print the plans and write the best one's JSON, for the command line `args` (None: that of the process).
 
@@ -81,7 +111,13 @@ def main(args: Sequence[str] | None = None) -> int:
     print(table(answer.judged, machine=machine))
     for line in unjudged(machine):
         print(line)
-    return _print_answer(answer, {**config, "train_batch_size": options.batch}, machine, options.output)
+    code = _print_answer(answer, {**config, "train_batch_size": options.batch}, machine, options.output)
+    if answer.best is not None and machine.between:
+        with torch.device("meta"):
+            elements = sum(param.numel() for param in make().parameters())
+        if advice := wire_advice(answer.best, machine, elements):
+            print(advice)
+    return code
 
 
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
