@@ -25,8 +25,10 @@ class Group:
     def expect_gather(self) -> None:
         self.told += self.state is State.SHARDED
 
-    def start_all_gather(self) -> None:
+    def start_all_gather(self, encoded: bool = False) -> None:
         self.state = State.INFLIGHT
+
+    def keep_secondary(self) -> None: ...
 
     def wait_all_gather(self) -> None:
         self.state = State.GATHERED
