@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
+from deepspeed.comm.collectives.encoded import error_sample
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.engine.accessors import StateAccessors
@@ -458,6 +459,8 @@ class Instruments:
             yield f"{_SAMPLES}grad_norm", norm
         yield f"{_SAMPLES}loss_scale", self._facts.loss_scale()
         yield f"{_SAMPLES}skipped_steps", self._state.skipped_steps
+        if (error := error_sample.take()) is not None:
+            yield f"{_SAMPLES}wire_error", error
         yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:

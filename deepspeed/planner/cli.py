@@ -76,7 +76,9 @@ def wire_advice(best: Judged, machine: Machine, elements: int) -> str:
     times = {codec: costs.predicted(compute, codec) for codec in CHOICES}
     chosen = next(codec for codec in CHOICES if times[codec] <= SLACK * min(times.values()))
     shown = ", ".join(f"{codec} {seconds * 1e3:,.1f} ms" for codec, seconds in times.items())
-    setting = "no codec pays" if chosen == "none" else f'"wire": {{"gradients": "{chosen}", "weights": "{chosen}"}} pays'
+    setting = (
+        "no codec pays" if chosen == "none" else f'"wire": {{"gradients": "{chosen}", "weights": "{chosen}"}} pays'
+    )
     return f"messages between hosts at {machine.between / 1e9:.2f} GB/s for a rank: {setting} (an update: {shown})"
 
 

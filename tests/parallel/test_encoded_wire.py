@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -401,3 +402,16 @@ def test_beside_other_axes(workers: Workers, kind: str) -> None:
 @pytest.mark.slow
 def test_offload_changes_no_bit(workers: Workers, tmp_path: Any) -> None:
     workers(2).run(offloaded, str(tmp_path))
+
+
+def monitored(folder: str) -> None:
+    monitor = {"enabled": True, "output_path": folder, "job_name": "wire"}
+    with start(2, wire=wired(2, "int4"), jsonl_monitor=monitor) as engine:
+        losses(engine, range(3))
+
+
+def test_monitors_get_the_error(workers: Workers, tmp_path: Any) -> None:
+    workers(2).run(monitored, str(tmp_path))
+    lines = [line for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    errors = [json.loads(line)["value"] for line in lines if "Train/Samples/wire_error" in line]
+    assert len(errors) == 2 and all(0.01 < error < 0.2 for error in errors), errors

@@ -195,14 +195,21 @@ class EncodedSlices:
             return
         layout, begun = self.layouts[rank], now()
         with recorder.span(CALL, f"encode of {label.partition(' of ')[2]}"):
-            sent = own.float() + memory if comms_logger.enabled and memory is not None else own
+            looks = comms_logger.enabled or error_sample.due
+            sent = own.float() + memory if looks and memory is not None else own
             layout.encode(own, part, memory, beta)
-        operation = label.partition(" ")[0]
-        if comms_logger.wants(operation, False):
-            milliseconds, decoded = (now() - begun) / 1e6, torch.empty(own.numel(), device=own.device)
-            layout.decode(part, decoded)
-            totals = comms_logger.encoded.setdefault(operation, EncodedMessages(self.codec.name))
-            totals.note(sent, decoded, layout.nbytes, milliseconds)
+        operation, milliseconds = label.partition(" ")[0], (now() - begun) / 1e6
+        logged, sampled = comms_logger.wants(operation, False), error_sample.due and operation == "reduce"
+        if not (logged or sampled):
+            return
+        decoded = torch.empty(own.numel(), device=own.device)
+        layout.decode(part, decoded)
+        message = EncodedMessages(self.codec.name)
+        message.note(sent, decoded, layout.nbytes, milliseconds)
+        if sampled:
+            error_sample.due, error_sample.value = False, message.relative_error
+        if logged:
+            comms_logger.encoded.setdefault(operation, EncodedMessages(self.codec.name)).add(message)
 
     def decode(self, payload: torch.Tensor, full: torch.Tensor) -> None:
         """Decode a payload of all slices into the flat tensor."""
@@ -214,6 +221,28 @@ class EncodedSlices:
     def ratio(self) -> float:
         """Bytes of the encoded form over those of fp32."""
         return self.nbytes / (4 * self.cuts[-1] or 1)
+
+
+class ErrorSample:
+    """Relative error of one message of gradients in each step, for monitors.
+
+    Attributes:
+        due: whether the next message is measured.
+        value: error of the last measured message; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.due, self.value = False, None
+
+    def take(self) -> float | None:
+        """Return the last error, and let the next message be measured."""
+        taken, self.value, self.due = self.value, None, True
+        return taken
+
+    value: float | None
+
+
+error_sample = ErrorSample()
 
 
 def _within(borders: Sequence[int], low: int, high: int) -> tuple[int, ...]:
@@ -297,5 +326,6 @@ __all__ = [
     "ErrorFeedback",
     "Wire",
     "all_gather",
+    "error_sample",
     "reduce_to_owners",
 ]

@@ -87,6 +87,12 @@ class EncodedMessages:
         self.squares_of_errors += float(error.double().square().sum())
         self.squares += float(exact.double().square().sum())
 
+    def add(self, other: EncodedMessages) -> None:
+        """Add the totals of other messages."""
+        self.largest_error = max(self.largest_error, other.largest_error)
+        for name in ("count", "bytes_before", "bytes_after", "milliseconds", "squares_of_errors", "squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def relative_error(self) -> float:
         """Norm of the errors over the norm of the values; 0 for zeros."""
