@@ -227,6 +227,29 @@ def table(result: dict[str, Any], sides: list[str]) -> list[list[str]]:
     return rows
 
 
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Step times over DDP, a panel for each link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.4), squeeze=False)
+    for axes, (link, result) in zip(panels[0], results.items(), strict=True):
+        names = [name for name in SIDES if name in result]
+        pairs = {name: zip(result[name]["seconds"], result["ddp"]["seconds"], strict=True) for name in names}
+        ratios = [statistics.median(own / other for own, other in pairs[name]) for name in names]
+        colours = ["#1f6fbf" if name in OURS else "#a3a9b0" for name in names]
+        axes.barh(names, ratios, color=colours)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_title(link)
+        axes.set_xlabel("time of a step over DDP in fp32")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -235,6 +258,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--size", default="20M", choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--picture", type=Path, help="file for a chart of the ratios, such as slow-links.svg")
     options = parser.parse_args()
     if options.rank:
         run_rank(options.sides, SHAPES[options.size], options.rounds)
@@ -250,6 +274,8 @@ def main() -> int:
             print(f"\n{count} hosts, {rate}, {options.size}")
             print_table(["side", "s", "over DDP", "exposed s", "bytes/parameter", "loss"], table(result, options.sides))
     print(write_json("slow_links.json", results))
+    if options.picture:
+        draw(results, options.picture)
     return 0
 
 
