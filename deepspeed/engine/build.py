@@ -358,7 +358,7 @@ def build(
     updated = _updated(optimizer, names, written) if optimizer is not None else set()
     _place(model, device)
     signatures = signatures_of(axes.mesh, names)
-    prepare_wire(config)
+    prepare_wire(config, axes.mesh, device)
     ep_sizes = _broadcast_model(axes, [*names, *written, *model.buffers()])
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)

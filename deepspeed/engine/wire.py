@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from deepspeed.comm.collectives.block_codec import BlockCodec
 from deepspeed.comm.collectives.encoded import CastCodec, Codec, ErrorFeedback, Wire
 from deepspeed.comm.process_groups.axis import axes_here, make_axes
-from deepspeed.comm.process_groups.mesh import SHARD
+from deepspeed.comm.process_groups.mesh import REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.log import log_once
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
@@ -35,7 +37,7 @@ def weight_wire(config: DeepSpeedConfig, frozen: bool = False) -> Wire:
     return Wire(codec_of(between), codec_of(wire.weights_within_host))
 
 
-def prepare_wire(config: DeepSpeedConfig) -> None:
+def prepare_wire(config: DeepSpeedConfig, mesh: Mesh, device: torch.device) -> None:
     """Find out which ranks are on one host, if the JSON has codecs. All ranks of the world must call this."""
     wire = config.wire
     between = {"gradients": wire.gradients, "weights": wire.weights, "frozen_weights": wire.frozen_weights or "none"}
@@ -44,6 +46,8 @@ def prepare_wire(config: DeepSpeedConfig) -> None:
         return
     registry = axes_here()
     registry.find_hosts()
+    for rows in (mesh.rows(*SHARD), mesh.rows(*REPLICATED)):
+        registry.divide_by_host(rows, device)
     if len(set(registry.hosts.values())) < 2:
         words = ", ".join(f"wire.{name} = {value}" for name, value in encoded.items())
         log_once(

@@ -11,6 +11,7 @@ from tests.hosts.runs import Runs, need_hosts
 
 need_hosts()
 
+PARAMETERS = 3 * (64 * 64 + 64)
 RUN = """
     import json
     import torch
@@ -48,8 +49,12 @@ RUN = """
             alike &= all(torch.equal(every[0], other) for other in every)
         groups = engine._state.components.groups
         inside = sum(group.secondary.gathers for group in groups if group.secondary is not None)
+        made = [bucket.encoded for bucket in engine._state.components.reducer.buckets if bucket.encoded is not None]
+        steps = len(made) > 0 and all(encoded.two_steps is not None for encoded in made)
+        received = sum(nbytes for ranks, nbytes in comms_logger.received.items() if ranks in ((0, 2), (1, 3)))
         engine.destroy()
-        return {"losses": losses, "codecs": codecs, "alike": bool(alike), "inside": inside}
+        about = {"steps": steps, "between": received, "inside": inside}
+        return {**about, "losses": losses, "codecs": codecs, "alike": bool(alike)}
 
     deepspeed.init_distributed()
     both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -77,6 +82,11 @@ def test_what_travels_between_hosts_is_encoded(runs: Runs) -> None:
     assert results["two"]["codecs"] == {"reduce": "int4", "publish": "int8"}
     assert results["zero"]["codecs"] == {"reduce": "int8", "share": "int8"}
     assert results["hybrid"]["codecs"] == {"reduce": "int4"}  # the sum across hosts; shards stay within a host
+    assert {name for name, result in results.items() if result["steps"]} == {"plus", "two", "zero"}
+    # Each of four steps brings a rank half of its two slices of gradients in int4, or int8, and half of the weights.
+    for name, bytes_of_parameter in (("two", 0.5 + 1.0), ("zero", 1.0 + 1.0)):
+        share = results[name]["between"] / 4 / PARAMETERS
+        assert bytes_of_parameter / 4 <= share <= bytes_of_parameter / 4 * 1.1, (name, share)
     for name, result in results.items():
         gaps = [abs(a - b) for a, b in zip(result["losses"], results["plain"]["losses"], strict=True)]
         assert max(gaps) < 0.02 and (name == "plain" or max(gaps) > 0), (name, gaps)

@@ -19,7 +19,7 @@ import torch
 from deepspeed.comm.collectives import collectives
 from deepspeed.comm.collectives.block_codec import BlockCodec
 from deepspeed.comm.collectives.collectives import Handle, Scratch, sum_in_rank_order
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis, HostAxes, axes_here, tag_of
 from deepspeed.comm.watchdog.comms_logger import EncodedMessages, comms_logger
 from deepspeed.foundation.spans import CALL, now, recorder
 
@@ -251,6 +251,14 @@ def _within(borders: Sequence[int], low: int, high: int) -> tuple[int, ...]:
     return (0, *(border - low for border in inside), high - low) if high > low else (0,)
 
 
+def two_steps(axis: Axis, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> TwoSteps | None:
+    """Return the two steps of an axis that spans hosts; None if its hosts are unlike or do not share memory."""
+    hosts = axes_here().host_axes.get(axis.ranks)
+    if hosts is None or hosts.within.shared is None or not hosts.across.tagged:
+        return None
+    return TwoSteps(hosts, codec, cuts, borders)
+
+
 @dataclass(frozen=True)
 class Encoding:
     """Memory for the encoded form of a flat tensor.
@@ -317,6 +325,98 @@ def all_gather(
     return handle.followed_by(lambda: slices.decode(payload, full))
 
 
+class TwoSteps:
+    """Encoded messages of an axis that spans hosts, whose ranks on a host share memory.
+
+    [Note: two steps over hosts] A reduction sums the contributions of a host's ranks first, exactly, in shared memory:
+    the rank with position l sums the slices of all owners with position l. Then only these sums are encoded, and sent
+    to the owners: with n ranks on a host, 1/n of the bytes of messages from each rank to each owner. In an all-gather,
+    an encoded slice is sent to one rank of each other host, which shares the decoded values with its neighbours.
+
+    Args:
+        hosts: axes of the two steps.
+        codec: rule that encodes messages between hosts.
+        cuts: slice boundaries of the flat tensor among all ranks.
+        borders: boundaries of parameters in the flat tensor.
+
+    Attributes:
+        slices: encoded form of the slices of all owners with this rank's position, one after the other.
+    """
+
+    def __init__(self, hosts: HostAxes, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> None:
+        self.within, self.across = hosts.within, hosts.across
+        size, place = self.within.size, self.within.rank
+        self.spans = [(cuts[first + place], cuts[first + place + 1]) for first in range(0, len(cuts) - 1, size)]
+        own_cuts = list(itertools.accumulate((high - low for low, high in self.spans), initial=0))
+        inside = {
+            start + border
+            for start, span in zip(own_cuts[:-1], self.spans, strict=True)
+            for border in _within(borders, *span)
+        }
+        self.slices = EncodedSlices(codec, own_cuts, sorted({*inside, *own_cuts}))
+        of_hosts = [cuts[first : first + size + 1] for first in range(0, len(cuts) - 1, size)]
+        self.starts = [host[0] for host in of_hosts]
+        self.blocks = [[cut - host[0] for cut in host] for host in of_hosts]
+        self._channels = self.within.channel(), self.across.channel()
+
+    def _tags(self, kind: int, seq: int) -> tuple[list[int], int]:
+        """Return the tags of the messages within the host, one for each block, and of those between hosts."""
+        count = len(self.blocks)
+        return [tag_of(self._channels[0], kind, seq * count + block) for block in range(count)], tag_of(
+            self._channels[1], kind, seq
+        )
+
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        encoding: Encoding,
+        seq: int,
+        label: str,
+        finish: Callable[[list[torch.Tensor]], Handle | None],
+        scratch: Scratch = torch.empty_like,
+    ) -> Handle:
+        """Do `reduce_to_owners` in two steps; `seq` numbers the calls, `finish` gets one sum for each host."""
+        cuts, tags = self.slices.cuts, self._tags(collectives.EXCHANGE, seq)
+        sums = torch.empty(cuts[-1], dtype=torch.float32, device=flat.device)
+        steps: list[Handle] = []
+        for index, (start, block) in enumerate(zip(self.starts, self.blocks, strict=True)):
+            out = sums[cuts[index] : cuts[index + 1]]
+
+            def add(parts: list[torch.Tensor], out: torch.Tensor = out) -> None:
+                sum_in_rank_order(parts, out, 1.0, add=False)
+
+            part = flat[start : start + block[-1]]
+            steps.append(collectives.reduce_to_owners(self.within, part, block, tags[0][index], label, add))
+        return _after(steps, lambda: reduce_to_owners(self.across, sums, encoding, tags[1], label, finish, scratch))
+
+    def all_gather(self, full: torch.Tensor, encoding: Encoding, seq: int, label: str) -> Handle:
+        """Do `all_gather` in two steps, in any order; `seq` numbers the calls."""
+        cuts, tags = self.slices.cuts, self._tags(collectives.SPREAD, seq)
+        places = [full[low:high] for low, high in self.spans]
+        decoded = torch.empty(cuts[-1], dtype=full.dtype, device=full.device)
+        own = self.across.rank
+        decoded[cuts[own] : cuts[own + 1]] = places[own]
+
+        def share_within() -> Handle | None:
+            for index, place in enumerate(places):
+                place.copy_(decoded[cuts[index] : cuts[index + 1]])
+            steps = [
+                collectives.share(self.within, full[start : start + block[-1]], block, tag, label)
+                for start, block, tag in zip(self.starts, self.blocks, tags[0], strict=True)
+            ]
+            return _after(steps, lambda: None)
+
+        return all_gather(self.across, decoded, encoding, tags[1], label, any_order=True).followed_by(share_within)
+
+
+def _after(steps: list[Handle], then: Callable[[], Handle | None]) -> Handle:
+    """Return a handle of all steps, which calls `then` after the last one."""
+    first = steps[0]
+    for later in steps[1:]:
+        first = first.followed_by(lambda later=later: later)
+    return first.followed_by(then)
+
+
 __all__ = [
     "BlockCodec",
     "CastCodec",
@@ -324,8 +424,10 @@ __all__ = [
     "EncodedSlices",
     "Encoding",
     "ErrorFeedback",
+    "TwoSteps",
     "Wire",
     "all_gather",
     "error_sample",
     "reduce_to_owners",
+    "two_steps",
 ]

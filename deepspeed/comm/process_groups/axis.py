@@ -50,6 +50,19 @@ class Hosts:
     within: Axis
 
 
+@dataclass(frozen=True)
+class HostAxes:
+    """Axes of two steps over hosts with equal numbers of consecutive ranks.
+
+    Args:
+        within: ranks of this host.
+        across: the rank of each host with this rank's position on its host.
+    """
+
+    within: Axis
+    across: Axis
+
+
 @dataclass(eq=False)
 class Axis:
     """The ranks along one mesh dim; dims with equal ranks share one axis.
@@ -254,6 +267,7 @@ class AxisRegistry:
         self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
         self.hosts: dict[int, str] = {}  # boot id of each rank's host, after `find_hosts`
+        self.host_axes: dict[tuple[int, ...], HostAxes] = {}  # by ranks of an axis, after `divide_by_host`
 
     def find_hosts(self) -> None:
         """Exchange the ranks' hosts, for `Axis.spans_hosts`. All ranks of the world must call this."""
@@ -263,6 +277,26 @@ class AxisRegistry:
         with CollectiveEvent.of_world("all_gather_object of the hosts"):
             dist.all_gather_object(boots, boot() or socket.gethostname())
         self.hosts = dict(enumerate(boots))
+
+    def divide_by_host(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """Create `host_axes` of rows that partition the world, after `find_hosts`. All ranks must call this.
+
+        No effect unless every row has several hosts with equal numbers of consecutive ranks, at least two.
+        """
+        within, across = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for row in rows:
+            parts = [tuple(part) for _, part in itertools.groupby(row, lambda rank: self.hosts.get(rank))]
+            lengths, names = {len(part) for part in parts}, {self.hosts.get(part[0]) for part in parts}
+            if len(lengths) > 1 or len(parts) < 2 or len(parts[0]) < 2 or len(names) < len(parts):
+                return
+            within += parts
+            across += list(zip(*parts, strict=True))
+        own = next(row for row in rows if self.rank in row)
+        if own not in self.host_axes:
+            axes = [
+                make_axes(split, name, device) for split, name in ((within, "within host"), (across, "across hosts"))
+            ]
+            self.host_axes[own] = HostAxes(*axes)
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
         """Create the missing process groups of rows of ranks; all ranks of the world must call this with equal rows.

@@ -77,10 +77,14 @@ class EncodedGradients:
             first = second = None
         self._group = group
         layout, own = group.layout, group.layout.shard_numel(axis.rank)
-        self.slices = None if first is None else EncodedSlices(first, layout.cuts, layout.borders)
+        self.two_steps = None if first is None else encoded.two_steps(axis, first, layout.cuts, layout.borders)
+        self.slices: EncodedSlices | None = None
+        if first is not None:
+            both = self.two_steps
+            self.slices = EncodedSlices(first, layout.cuts, layout.borders) if both is None else both.slices
         self.copies: EncodedSlices | None = None
         # A sum that is encoded in turn has a memory at its owner.
-        self.memory = self._memory(first, wire, group.numel)
+        self.memory = self._memory(first, wire, 0 if self.slices is None else self.slices.cuts[-1])
         self.sum_memory = self._memory(first if whole else second, wire, own)
         if copies is not None and second is not None:
             low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
@@ -103,7 +107,10 @@ class EncodedGradients:
     @property
     def part(self) -> Layout | None:
         """Encoded form of the contributions to this rank's shard; None: they are not encoded."""
-        return None if self.slices is None else self.slices.layouts[self._group.axis.rank]
+        if self.slices is None:
+            return None
+        axis = self._group.axis if self.two_steps is None else self.two_steps.across
+        return self.slices.layouts[axis.rank]
 
     @staticmethod
     def message(

@@ -215,7 +215,7 @@ class GradReduceScatter:
             return self._share(bucket, parts, current, seq)
 
         if bucket.encoded is not None and bucket.encoded.slices is not None:
-            return self._send_encoded(bucket, current, tag, label, share if bucket.whole else add)
+            return self._send_encoded(bucket, current, (tag, seq), label, share if bucket.whole else add)
         copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
             # Both sums are started here, so that their order is the same on all ranks.
@@ -238,18 +238,24 @@ class GradReduceScatter:
         self,
         bucket: Bucket,
         current: ReductionRound,
-        tag: int,
+        number: tuple[int, int],
         label: str,
         finish: Callable[[list[torch.Tensor]], Handle | None],
     ) -> Handle:
-        """Encode the parts of a round for their owners and start to send them; see `_send`."""
+        """Encode the parts of a round for their owners and start to send them; see `_send`.
+
+        Args:
+            number: tag of the messages, and number of the round.
+        """
         encoding = bucket.encoded
         if encoding is None or encoding.slices is None:
             raise RuntimeError(f"messages of {bucket.group.name} are not encoded")
         payload = self._payload(bucket, current, encoding.slices)
         message = encoding.message(encoding.slices, payload, encoding.memory, current.post_reduce_scale)
-        axis = bucket.group.axis.reductions
-        return encoded.reduce_to_owners(axis, current.buffer, message, tag, label, finish, self._scratch)
+        axis, both = bucket.group.axis.reductions, encoding.two_steps
+        if both is not None:
+            return both.reduce(current.buffer, message, number[1], label, finish, self._scratch)
+        return encoded.reduce_to_owners(axis, current.buffer, message, number[0], label, finish, self._scratch)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
@@ -298,7 +304,10 @@ class GradReduceScatter:
         if encoding is not None and slices is not None:
             payload = self._payload(bucket, current, slices)
             message = encoding.message(slices, payload, encoding.sum_memory, 1.0)
-            handle = encoded.all_gather(axis, total, message, tag, label, any_order=True)
+            if encoding.two_steps is not None:
+                handle = encoding.two_steps.all_gather(total, message, seq, label)
+            else:
+                handle = encoded.all_gather(axis, total, message, tag, label, any_order=True)
         else:
             handle = collectives.share(axis, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))

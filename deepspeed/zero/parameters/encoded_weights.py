@@ -30,6 +30,8 @@ class EncodedWeights:
     def __init__(self, axis: Axis, layout: ShardLayout, codec: Codec, device: torch.device, name: str) -> None:
         self.axis, self.device, self.name = axis, device, name
         self.slices = EncodedSlices(codec, layout.cuts, layout.borders)
+        self._two_steps = encoded.two_steps(axis, codec, layout.cuts, layout.borders)
+        self._published = 0
         self.channel: int | None = None  # of one-sided all-gathers
         self.own: torch.Tensor | None = None  # encoded shard of this rank (stage 3)
         self._version: int | None = None  # `ShardGroup.changes` at its encoding
@@ -40,7 +42,12 @@ class EncodedWeights:
 
     def publish(self, full: torch.Tensor, tag: int, label: str) -> Handle:
         """Start to all-gather the own slice of `full`, which gets the decoded values of all ranks (stages 1 and 2)."""
-        return encoded.all_gather(self.axis, full, Encoding(self.slices, self.payload()), tag, label)
+        if self._two_steps is None:
+            return encoded.all_gather(self.axis, full, Encoding(self.slices, self.payload()), tag, label)
+        slices = self._two_steps.slices
+        payload = torch.empty(slices.nbytes, dtype=torch.uint8, device=self.device)
+        self._published += 1
+        return self._two_steps.all_gather(full, Encoding(slices, payload), self._published, label)
 
     def round_trip(self, own: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard as other ranks decode it."""
