@@ -213,6 +213,8 @@ class Reading:
             if deprecated:
                 self.warnings.append(f'"{as_written}" is deprecated: write "{here}"')
             info = section.model_fields.get(canonical)
+            if here == "wire" and is_auto(value):
+                value = dict.fromkeys(("gradients", "weights"), "measured")
             if is_auto(value) and (info is None or default_of(info) != AUTO):
                 self.autos.append(here)
                 continue

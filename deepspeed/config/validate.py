@@ -299,7 +299,7 @@ def _wire_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
             f"{reading.name(rivals[0][0])} (int8) and wire.weights ({wire.weights}) are two encodings of weights: keep "
             f"one; wire.weights says it all"
         )
-    encoded = [name for name in ("weights", "weights_within_host") if getattr(wire, name) not in ("none", "auto")]
+    encoded = [name for name in ("weights", "weights_within_host") if getattr(wire, name) not in ("none", "measured")]
     if zero.stage == 0 and encoded:
         name = encoded[0]
         yield wrong(f"wire.{name}", getattr(wire, name), "needs stage 1, 2 or 3: stage 0 sends no weights")

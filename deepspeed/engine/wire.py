@@ -16,8 +16,8 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def codec_of(name: str) -> Codec | None:
-    """Return the codec with a name of the JSON, None for "none", that of the first steps for "auto"."""
-    name = "int8" if name == "auto" else name
+    """Return the codec with a name of the JSON, None for "none", that of the first steps for "measured"."""
+    name = "int8" if name == "measured" else name
     return None if name == "none" else CastCodec() if name == "bf16" else BlockCodec(bits=int(name.removeprefix("int")))
 
 

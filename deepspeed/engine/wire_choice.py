@@ -107,7 +107,7 @@ class WireChoice:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         wire = state.ds_config.wire
-        self._kinds = [kind for kind in ("gradients", "weights") if getattr(wire, kind) == "auto"]
+        self._kinds = [kind for kind in ("gradients", "weights") if getattr(wire, kind) == "measured"]
         self._times: list[float] = []
         self._last = 0.0
         self.chosen: str | None = None

@@ -20,7 +20,7 @@ RUN = """
     from deepspeed.comm.watchdog.comms_logger import comms_logger
     from deepspeed.utils import safe_get_full_fp32_param
 
-    def run(stage, zero, **more):
+    def run(stage, zero, steps=4, **more):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(3)))
         config = {
@@ -33,7 +33,7 @@ RUN = """
         comms_logger.reset()
         comms_logger.enabled = True
         losses = []
-        for step in range(4):
+        for step in range(steps):
             x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             loss = engine(x).square().mean()
             engine.backward(loss)
@@ -50,10 +50,11 @@ RUN = """
         groups = engine._state.components.groups
         inside = sum(group.secondary.gathers for group in groups if group.secondary is not None)
         made = [bucket.encoded for bucket in engine._state.components.reducer.buckets if bucket.encoded is not None]
-        steps = len(made) > 0 and all(encoded.two_steps is not None for encoded in made)
+        two = len(made) > 0 and all(encoded.two_steps is not None for encoded in made)
         received = sum(nbytes for ranks, nbytes in comms_logger.received.items() if ranks in ((0, 2), (1, 3)))
         engine.destroy()
-        about = {"steps": steps, "between": received, "inside": inside}
+        choice = engine._wire_choice.chosen
+        about = {"steps": two, "choice": choice, "between": received, "inside": inside}
         return {**about, "losses": losses, "codecs": codecs, "alike": bool(alike)}
 
     deepspeed.init_distributed()
@@ -65,6 +66,8 @@ RUN = """
         "zero": run(0, {}, wire={"gradients": "int8"}),
         "hybrid": run(3, both, mesh={"dp_replicate": 2}),
     }
+    chosen = [run(stage, {}, 10, wire="auto") for stage in (0, 2, 3)]
+    assert all(result["alike"] and result["choice"] in ("none", "bf16", "int8") for result in chosen), chosen
     if dist.get_rank() == 0:
         print("results " + json.dumps(results), flush=True)
 """

@@ -415,3 +415,25 @@ def test_monitors_get_the_error(workers: Workers, tmp_path: Any) -> None:
     lines = [line for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
     errors = [json.loads(line)["value"] for line in lines if "Train/Samples/wire_error" in line]
     assert len(errors) == 2 and all(0.01 < error < 0.2 for error in errors), errors
+
+
+def piped() -> None:
+    """Two pipeline stages with tied embeddings on two replicas each."""
+    from deepspeed.comm.process_groups.mesh import current_mesh
+    from tests.parallel import pipeline_runs
+
+    found = []
+    for wire in ({}, wired(1)):
+        model = pipeline_runs.deep("Llama", 4, tie_word_embeddings=True)
+        engine = pipeline_runs.engine_of(model, pipeline_runs.config_of(1, 2, 2, wire=wire))
+        with engine:
+            rank = pipeline_runs.replica(current_mesh())
+            taken = [engine.train_batch(pipeline_runs.batches(model, 10 * step, 2, rank)) for step in range(4)]
+            found.append([float(loss) for loss in taken])
+    plain, encoded = found
+    assert plain != encoded and max(abs(a - b) for a, b in zip(plain, encoded, strict=True)) < 0.02, found
+
+
+@pytest.mark.slow
+def test_under_a_pipeline(workers: Workers) -> None:
+    workers(4).run(piped)

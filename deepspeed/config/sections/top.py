@@ -74,14 +74,6 @@ def wire_of(top: TopLevel) -> WireConfig:
 class TopLevel(Section):
     """Top level of the JSON: one field for each block and each key outside of blocks."""
 
-    @classmethod
-    def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the input in which `"wire": "auto"` is a block."""
-        settings = super().respelled(data)
-        if settings.get("wire") == "auto":
-            settings["wire"] = {"gradients": "auto", "weights": "auto"}
-        return settings
-
     open_names = True
     train_batch_size: Int | None = key(None, "samples per optimizer step, over all ranks", ge=1)
     train_micro_batch_size_per_gpu: Int | None = key(None, "samples per rank and forward", ge=1)

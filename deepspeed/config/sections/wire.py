@@ -7,16 +7,18 @@ from typing import Literal
 from deepspeed.config.base_model import Int, Section, key
 
 Encoding = Literal["none", "bf16", "int8", "int4"]
-EncodingOrAuto = Literal["none", "bf16", "int8", "int4", "auto"]
+EncodingOrMeasured = Literal["none", "bf16", "int8", "int4", "measured"]
 
 
 class WireConfig(Section):
-    """Block `wire`: how gradients and weights are encoded in messages; "auto" instead: both keys of that value."""
+    """Block `wire`: how gradients and weights are encoded in messages; "wire": "auto" sets both to "measured"."""
 
-    gradients: EncodingOrAuto = key(
-        "none", "gradients between hosts; auto: the most exact of none, bf16 and int8 that costs no time"
+    gradients: EncodingOrMeasured = key(
+        "none", "gradients between hosts; measured: the most exact of none, bf16 and int8 that costs no time"
     )
-    weights: EncodingOrAuto = key("none", "all-gathers of weights between hosts (stages 1 to 3); auto: as gradients")
+    weights: EncodingOrMeasured = key(
+        "none", "all-gathers of weights between hosts (stages 1 to 3); measured: as for gradients"
+    )
     frozen_weights: Encoding | None = key(None, "all-gathers of frozen weights (stage 3); null: as weights")
     gradients_within_host: Encoding = key("none", "gradients between ranks of one host")
     weights_within_host: Encoding = key("none", "all-gathers of weights between ranks of one host")

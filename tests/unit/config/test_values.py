@@ -139,3 +139,9 @@ def test_apex_without_an_effect_is_fp32(lines):
 def test_apex_beside_what_contradicts_it_is_refused(others, words):
     with pytest.raises(DeepSpeedConfigError, match=words):
         DeepSpeedConfig({**BATCH, "amp": {"enabled": True}, **others})
+
+
+def test_wire_auto_sets_both_keys():
+    wire = DeepSpeedConfig({**BATCH, "wire": "auto", "zero_optimization": {"stage": 2}}).wire
+    assert (wire.gradients, wire.weights) == ("measured", "measured")
+    assert DeepSpeedConfig({**BATCH, "wire": {"gradients": "auto"}}).wire.gradients == "none"
