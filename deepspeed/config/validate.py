@@ -274,6 +274,7 @@ def _secondary_conflicts(top: TopLevel, ranks: tuple[int, int] | None) -> Iterat
         return
     if zero.stage != 3:
         yield wrong(path, size, f"needs stage 3, not {zero.stage}")
+        return
     sharing = ranks[1] // max(top.mesh.dp_replicate or 1, 1) if ranks else None
     if zero.mics_shard_size > 0:
         sharing = zero.mics_shard_size
@@ -288,12 +289,12 @@ def _wire_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     resolved, dtype = wire_of(top), top.communication_data_type
     rivals = [("communication_data_type", dtype)] if dtype is not None else []
     rivals += [("zero_optimization.zero_quantized_gradients", "int4")] if zero.zero_quantized_gradients else []
-    rivals += [("wire.gradients", wire.gradients)] if wire.gradients != "none" else []
+    rivals += [("wire.gradients", wire.gradients)] if "gradients" in wire.model_fields_set else []
     if len({value for _, value in rivals}) > 1:
         words = " and ".join(f"{reading.name(path)} ({value})" for path, value in rivals)
         yield Problem(f"{words} are two encodings of gradients: keep one; wire.gradients says it all")
     rivals = [("zero_optimization.zero_quantized_weights", "int8")] if zero.zero_quantized_weights else []
-    rivals += [("wire.weights", wire.weights)] if wire.weights != "none" else []
+    rivals += [("wire.weights", wire.weights)] if "weights" in wire.model_fields_set else []
     if len({value for _, value in rivals}) > 1:
         yield Problem(
             f"{reading.name(rivals[0][0])} (int8) and wire.weights ({wire.weights}) are two encodings of weights: keep "
@@ -309,6 +310,8 @@ def _wire_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     if not blocks and (wire.error_memory or loco.model_fields_set):
         path = "wire.error_memory" if wire.error_memory else "zero_optimization.zeropp_loco_param"
         yield Problem(f'{reading.name(path)} needs gradients in int8 or int4, as {{"wire": {{"gradients": "int4"}}}}')
+    if zero.stage < 3 and wire.frozen_weights not in (None, "none"):
+        yield wrong("wire.frozen_weights", wire.frozen_weights, f"needs stage 3, not {zero.stage}: others send none")
     if loco.model_fields_set and {"error_beta", "error_reset"} & wire.model_fields_set:
         yield Problem(
             f"{reading.name('zero_optimization.zeropp_loco_param')} and wire.error_beta or wire.error_reset are two "

@@ -113,7 +113,7 @@ class Components:
         limits = PrefetchLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
         if axes.mesh.size("pp") > 1:
             limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
-        release_abandoned(group.axis for group in sharded)
+        release_abandoned(axis for group in sharded for axis in group.served_axes)
         for group in sharded:
             group.serve(group.axis.tagged and group.axis.size > 1 and not zero.stage3_fixed_graph)
         add_secondary_shards(sharded, axes, config)
@@ -478,7 +478,8 @@ def _groups(
     offload.announce([(state, tiers) for *_, tiers, state in planned])
     were_sharded = any(is_managed(param) for param in names)
     groups = [
-        build_group(around, own, members, names, plan, dtypes, tiers)
+        # The small whole parameters of stage 3 are sent as they are.
+        build_group(around, own, members, names, plan if own is policy else plan.exact(), dtypes, tiers)
         for around, own, members, dtypes, tiers, _ in planned
     ]
     if were_sharded and groups[0].device.type != "cpu":  # resharding has left free blocks in the allocator's cache

@@ -102,8 +102,8 @@ class RunState:
             memories[name].clear()
         if dropped:
             log_rank0(
-                f"the error memory of {len(dropped)} of {len(memories)} groups of encoded gradients starts at zero: "
-                f"the checkpoint has none for this mesh"
+                f"{len(dropped)} of {len(memories)} error memories of encoded gradients start at zero: the checkpoint "
+                f"has none for this mesh"
             )
 
     def restore_random(self, saved: dict[str, Any]) -> None:

@@ -599,7 +599,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         lost = components.wind_up()
         if self._shards_parameters and not components.destroyed and not failing:
             self._feeding.agree(0, "all ranks are done with their engine")
-            release_abandoned(group.axis for group in components.groups)
+            release_abandoned(axis for group in components.groups for axis in group.served_axes)
         if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:

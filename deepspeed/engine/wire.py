@@ -72,7 +72,12 @@ def add_secondary_shards(groups: list[ShardGroup], axes: ParallelGroups, config:
             f"the number of ranks of one host"
         )
         return
-    held = [group for group in groups if group.axis is axes.shard]
+    # Ranks on CPUs without one-sided gathers could disagree on whether a gather stays within the host.
+    sharded = [group for group in groups if group.axis is axes.shard]
+    held = [group for group in sharded if group.fetch is not None or not group.axis.tagged]
+    if not held:
+        log_once(f"zero_hpz_partition_size = {size} has no effect with stage3_fixed_graph on CPUs")
+        return
     for group in held:
         group.add_secondary(within)
     nbytes = sum(group.numel // size * group.dtype.itemsize for group in held)

@@ -7,6 +7,7 @@ taken, by all ranks. int4 is never chosen, since it changes losses (docs/communi
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from deepspeed.comm.collectives.collectives import EXCHANGE, spread
 from deepspeed.comm.collectives.encoded import Codec, Wire
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis, axes_here
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.wire import codec_of
 from deepspeed.foundation.log import log_rank0
@@ -75,6 +76,8 @@ class LinkCosts:
 
 def bandwidth_of(axis: Axis, device: torch.device) -> float:
     """Measure the bytes per second that this rank receives in an all-gather. All ranks of the axis must call this."""
+    if axis.size == 1:
+        return math.inf
     full = torch.zeros(_PROBE_BYTES * axis.size, dtype=torch.uint8, device=device)
     cuts = [_PROBE_BYTES * rank for rank in range(axis.size + 1)]
     seconds = []
@@ -111,8 +114,8 @@ class WireChoice:
         self._times: list[float] = []
         self._last = 0.0
         self.chosen: str | None = None
-        axis = state.axes.dp_sp_group
-        if self._kinds and axis.spans_hosts and state.components.reducer is not None:
+        hosts = set(axes_here().hosts.values())
+        if self._kinds and len(hosts) > 1 and state.components.reducer is not None:
             state.hooks.ended.append(self._step_ended)
 
     def _step_ended(self) -> None:
@@ -128,7 +131,7 @@ class WireChoice:
             raise RuntimeError(f"{START} is no codec")
         costs = self._costs(axis, codec)
         step = statistics.median(self._times[_SKIPPED:])
-        rows = all_gather_objects(axis, (step, costs.bandwidth, costs.coding))
+        rows = all_gather_objects(self._state.everyone, (step, costs.bandwidth, costs.coding))
         slowest = LinkCosts(min(row[1] for row in rows), max(row[2] for row in rows), costs.gradients, costs.weights)
         longest = max(row[0] for row in rows)
         self.chosen = slowest.best(longest)
@@ -159,6 +162,7 @@ class WireChoice:
                 bucket.set_wire(wire)
         if "weights" in self._kinds:
             for group in parts.groups:
-                group.set_wire(wire)
+                if group.members[0].param.requires_grad or self._state.ds_config.wire.frozen_weights is None:
+                    group.set_wire(wire)
             all_gather_updated(parts.groups)
-        all_gather_objects(self._state.axes.dp_sp_group, None)  # all ranks serve shards in the new form
+        all_gather_objects(self._state.everyone, None)  # all ranks serve shards in the new form

@@ -369,13 +369,19 @@ class TwoSteps:
     def reduce(
         self,
         flat: torch.Tensor,
-        encoding: Encoding,
+        encoding: Callable[[], Encoding],
         seq: int,
         label: str,
         finish: Callable[[list[torch.Tensor]], Handle | None],
         scratch: Scratch = torch.empty_like,
     ) -> Handle:
-        """Do `reduce_to_owners` in two steps; `seq` numbers the calls, `finish` gets one sum for each host."""
+        """Do `reduce_to_owners` in two steps.
+
+        Args:
+            encoding: called after the first step.
+            seq: number of the call.
+            finish: gets one sum for each host.
+        """
         cuts, tags = self.slices.cuts, self._tags(collectives.EXCHANGE, seq)
         sums = torch.empty(cuts[-1], dtype=torch.float32, device=flat.device)
         steps: list[Handle] = []
@@ -387,7 +393,7 @@ class TwoSteps:
 
             part = flat[start : start + block[-1]]
             steps.append(collectives.reduce_to_owners(self.within, part, block, tags[0][index], label, add))
-        return _after(steps, lambda: reduce_to_owners(self.across, sums, encoding, tags[1], label, finish, scratch))
+        return _after(steps, lambda: reduce_to_owners(self.across, sums, encoding(), tags[1], label, finish, scratch))
 
     def all_gather(self, full: torch.Tensor, encoding: Encoding, seq: int, label: str) -> Handle:
         """Do `all_gather` in two steps, in any order; `seq` numbers the calls."""

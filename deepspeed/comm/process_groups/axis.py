@@ -296,7 +296,11 @@ class AxisRegistry:
             axes = [
                 make_axes(split, name, device) for split, name in ((within, "within host"), (across, "across hosts"))
             ]
-            self.host_axes[own] = HostAxes(*axes)
+            votes: list[Any] = [None] * self.size
+            with CollectiveEvent.of_world("all_gather_object of the hosts that share memory"):
+                dist.all_gather_object(votes, axes[0].shared is not None or not axes[0].tagged)
+            if all(votes):
+                self.host_axes[own] = HostAxes(*axes)
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
         """Create the missing process groups of rows of ranks; all ranks of the world must call this with equal rows.

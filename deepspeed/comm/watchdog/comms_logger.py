@@ -83,6 +83,8 @@ class EncodedMessages:
         self.milliseconds += milliseconds
         exact = values.float()
         error = exact - decoded
+        if not bool(error.isfinite().all()):  # an overflow, whose step is skipped
+            return
         self.largest_error = max(self.largest_error, float(error.abs().max()))
         self.squares_of_errors += float(error.double().square().sum())
         self.squares += float(exact.double().square().sum())

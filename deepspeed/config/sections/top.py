@@ -57,11 +57,12 @@ def wire_of(top: TopLevel) -> WireConfig:
     """Return the block `wire`, with the values of ZeRO++'s keys and of `communication_data_type`."""
     wire, zero, loco = top.wire, top.zero_optimization, top.zero_optimization.zeropp_loco_param
     values: dict[str, Any] = {}
-    if wire.gradients == "none" and top.communication_data_type in ("int8", "int4"):
+    written = wire.model_fields_set
+    if "gradients" not in written and top.communication_data_type in ("int8", "int4"):
         values["gradients"] = top.communication_data_type
-    elif wire.gradients == "none" and zero.zero_quantized_gradients:
+    elif "gradients" not in written and zero.zero_quantized_gradients:
         values["gradients"] = "int4"
-    if wire.weights == "none" and zero.zero_quantized_weights:
+    if "weights" not in written and zero.zero_quantized_weights:
         values["weights"] = "int8"
     if wire.frozen_weights is None and zero.zero_quantized_nontrainable_weights:
         values["frozen_weights"] = "int8"

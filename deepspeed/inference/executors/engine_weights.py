@@ -169,7 +169,7 @@ class EngineWeights:
             for group in self._pinned:
                 group.users += 1
             for group in self._pinned:
-                group.wait_all_gather()
+                group.gather_for_module()
 
     def unpin(self) -> None:
         """Undo `pin`: parameters that nothing else uses are sharded again."""

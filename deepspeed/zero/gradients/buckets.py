@@ -24,7 +24,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +134,9 @@ class Bucket:
         self.whole = not group.policy.owns_a_shard
         self._wire = wire or Wire()
         self.encoded: EncodedGradients | None = None  # made by `prepare`
+        self.unit = (
+            1.0  # of this window's gradients: 1 / (items of this rank in its first round), where they are counted
+        )
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
@@ -167,8 +170,8 @@ class Bucket:
             self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
 
     def set_wire(self, wire: Wire) -> None:
-        """Change the codecs of the messages, between two windows. All ranks must call this."""
-        self._wire = wire
+        """Change the codec of messages between hosts, between two windows. All ranks must call this."""
+        self._wire = replace(self._wire, between_hosts=wire.between_hosts)
         if self.sum is not None:
             self._encode()
 

@@ -71,7 +71,10 @@ class EncodedGradients:
 
     def __init__(self, group: ShardGroup, wire: Wire, whole: bool, dtype: torch.dtype) -> None:
         axis, copies = group.axis, group.ranks.copies
+        wire = wire if group.dtype != torch.float64 else Wire()
         first, second = wire.on(axis, dtype), None if copies is None else wire.on(copies, dtype)
+        if isinstance(first, encoded.CastCodec) and group.dtype == torch.float16:
+            first = None  # saves no byte
         if copies is not None and not (whole or copies.tagged) and (first or second):
             log_once("gradients of sharded replicas on devices are not encoded: their two sums start together")
             first = second = None
@@ -121,13 +124,15 @@ class EncodedGradients:
             return encoded.Encoding(slices, payload)
         return encoded.Encoding(slices, payload, memory.for_factor(factor), memory.feedback.beta)
 
-    def share_with_copies(self, axis: Axis, total: torch.Tensor, tag: int, label: str) -> tuple[Handle, torch.Tensor]:
+    def share_with_copies(
+        self, axis: Axis, total: torch.Tensor, tag: int, label: str, factor: float
+    ) -> tuple[Handle, torch.Tensor]:
         """Start to all-gather an encoded sum over the ranks with the same shard; returns a handle and the payload."""
         slices = self.copies
         if slices is None:
             raise RuntimeError("sums of replicas are not encoded")
         payload = axis.empty(slices.nbytes, torch.uint8, total.device)
-        message = self.message(slices, payload, self.sum_memory, 1.0)
+        message = self.message(slices, payload, self.sum_memory, factor)
         slices.encode(axis.rank, total, payload, label, message.memory, message.beta)
         return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
 

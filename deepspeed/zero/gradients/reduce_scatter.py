@@ -250,12 +250,16 @@ class GradReduceScatter:
         encoding = bucket.encoded
         if encoding is None or encoding.slices is None:
             raise RuntimeError(f"messages of {bucket.group.name} are not encoded")
-        payload = self._payload(bucket, current, encoding.slices)
-        message = encoding.message(encoding.slices, payload, encoding.memory, current.post_reduce_scale)
+        payload, slices = self._payload(bucket, current, encoding.slices), encoding.slices
         axis, both = bucket.group.axis.reductions, encoding.two_steps
+        factor = current.post_reduce_scale * bucket.unit
+
+        def message() -> encoded.Encoding:
+            return encoding.message(slices, payload, encoding.memory, factor)
+
         if both is not None:
             return both.reduce(current.buffer, message, number[1], label, finish, self._scratch)
-        return encoded.reduce_to_owners(axis, current.buffer, message, number[0], label, finish, self._scratch)
+        return encoded.reduce_to_owners(axis, current.buffer, message(), number[0], label, finish, self._scratch)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
@@ -276,7 +280,7 @@ class GradReduceScatter:
         encoding, tag = bucket.encoded, tag_of(channel, SPREAD, seq)
         if encoding is not None and encoding.copies is not None:
             slices = encoding.copies
-            handle, payload = encoding.share_with_copies(axis, total, tag, label)
+            handle, payload = encoding.share_with_copies(axis, total, tag, label, bucket.unit)
             parts = [slices.bytes_of(payload, rank) for rank in range(axis.size)]
             return handle.followed_by(lambda: bucket.add(parts, 1.0, slices.layouts[axis.rank]))
         table = total.new_empty(axis.size * n)
@@ -303,7 +307,7 @@ class GradReduceScatter:
         tag, label, axis = tag_of(group.channel, SPREAD, seq), f"share of {group.name}", group.axis.reductions
         if encoding is not None and slices is not None:
             payload = self._payload(bucket, current, slices)
-            message = encoding.message(slices, payload, encoding.sum_memory, 1.0)
+            message = encoding.message(slices, payload, encoding.sum_memory, bucket.unit)
             if encoding.two_steps is not None:
                 handle = encoding.two_steps.all_gather(total, message, seq, label)
             else:

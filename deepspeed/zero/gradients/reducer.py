@@ -20,7 +20,7 @@ from deepspeed.comm.process_groups.axis import axes_here
 from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, disagreement
+from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, Way, disagreement
 from deepspeed.zero.gradients.buckets import (
     Bucket,
     BucketRow,
@@ -240,6 +240,9 @@ class Reducer:
         current, bucket.round = bucket.round, None
         if current is not None:
             current = self._narrowed(bucket, current)
+            if bucket.encoded is not None and not any(bucket.launches):
+                counts = self.window.ways & (Way.ITEMS | Way.SAMPLES) and self.window.items > 0
+                bucket.unit = 1.0 / self.window.items if counts else 1.0
             if current.buffer.dtype != self.settings.accumulator:
                 bucket.note_factor(current.post_reduce_scale)
             self.reduce_scatter.launch(bucket, current)

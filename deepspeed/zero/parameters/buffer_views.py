@@ -60,11 +60,11 @@ class LentGroup(ParameterGroup, Protocol):
     @property
     def fetch(self) -> object | None: ...
 
-    def whole(self) -> AbstractContextManager[None]: ...
+    def whole(self, for_module: bool = False) -> AbstractContextManager[None]: ...
 
     def new_buffer(self) -> None: ...
 
-    def wait_all_gather(self) -> None: ...
+    def gather_for_module(self) -> None: ...
 
 
 class BufferViews:
@@ -120,7 +120,7 @@ class BufferViews:
         if not any(reference() is node for reference in self.functions):
             group = self._group
             self.functions.append(weakref.ref(node))
-            node.register_prehook(lambda _grads: group.wait_all_gather())
+            node.register_prehook(lambda _grads: group.gather_for_module())
 
     def may_be_saved(self) -> bool:
         """Return whether autograd may have saved a parameter object of the gathered group, not just a view of it.
@@ -287,7 +287,7 @@ class _Place:
                 f"backward needs parameter '{self.member.name}' as it was in forward, and it has been changed since "
                 f"(by a step or in place); run backward before, or the forward again"
             )
-        with group.whole():
+        with group.whole(for_module=True):
             view = torch.as_strided(self._source(), self.size, self.stride, self.offset)
             return view if group.users else view.clone()
 

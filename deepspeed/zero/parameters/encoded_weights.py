@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.comm.collectives import encoded
 from deepspeed.comm.collectives.collectives import Handle
-from deepspeed.comm.collectives.encoded import Codec, EncodedSlices, Encoding
+from deepspeed.comm.collectives.encoded import Codec, EncodedSlices, Encoding, Layout
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.zero.layout.layout import ShardLayout
@@ -31,9 +31,10 @@ class EncodedWeights:
         self.axis, self.device, self.name = axis, device, name
         self.slices = EncodedSlices(codec, layout.cuts, layout.borders)
         self._two_steps = encoded.two_steps(axis, codec, layout.cuts, layout.borders)
-        self._published = 0
+        self._publications = 0
+        self._layout: Layout | None = None  # of the last published shard
         self.channel: int | None = None  # of one-sided all-gathers
-        self.own: torch.Tensor | None = None  # encoded shard of this rank (stage 3)
+        self.own: torch.Tensor | None = None  # encoded shard of this rank
         self._version: int | None = None  # `ShardGroup.changes` at its encoding
 
     def payload(self) -> torch.Tensor:
@@ -42,21 +43,28 @@ class EncodedWeights:
 
     def publish(self, full: torch.Tensor, tag: int, label: str) -> Handle:
         """Start to all-gather the own slice of `full`, which gets the decoded values of all ranks (stages 1 and 2)."""
-        if self._two_steps is None:
-            return encoded.all_gather(self.axis, full, Encoding(self.slices, self.payload()), tag, label)
-        slices = self._two_steps.slices
-        payload = torch.empty(slices.nbytes, dtype=torch.uint8, device=self.device)
-        self._published += 1
-        return self._two_steps.all_gather(full, Encoding(slices, payload), self._published, label)
+        both = self._two_steps
+        if both is None:
+            slices, rank, encoding = self.slices, self.axis.rank, Encoding(self.slices, self.payload())
+            handle = encoded.all_gather(self.axis, full, encoding, tag, label)
+        else:
+            self._publications += 1
+            slices, rank = both.slices, both.across.rank
+            encoding = Encoding(slices, torch.empty(slices.nbytes, dtype=torch.uint8, device=self.device))
+            handle = both.all_gather(full, encoding, self._publications, label)
+        self.own = slices.bytes_of(encoding.payload, rank).clone()
+        self._layout = slices.layouts[rank]
+        return handle
 
-    def round_trip(self, own: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard as other ranks decode it."""
-        layout = self.slices.layouts[self.axis.rank]
-        if not layout.numel:
-            return own.clone()
-        payload, decoded = torch.empty(layout.nbytes, dtype=torch.uint8, device=own.device), torch.empty_like(own)
-        layout.encode(own, payload)
-        layout.decode(payload, decoded)
+    def published(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the decoded values of this rank's shard in the last `publish`, in the dtype of `like`.
+
+        They stay the same when master weights change, so that a comparison with the model shows the edits alone.
+        """
+        if self.own is None or self._layout is None or not self._layout.numel:
+            return like
+        decoded = torch.empty_like(like)
+        self._layout.decode(self.own.to(like.device), decoded)
         return decoded
 
     # -- stage 3 --------------------------------------------------------------------------------------------------

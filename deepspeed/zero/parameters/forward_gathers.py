@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,8 @@ class ForwardGathers(LocalShard):
     secondary: SecondaryShard | None = None
     fetch: FetchService | SharedSlices | None
     channel: int
+    editors: int
+    _wire: Wire
     changes: int
     numel: int
 
@@ -35,7 +38,22 @@ class ForwardGathers(LocalShard):
 
     def reshard(self) -> None: ...
 
+    def start_all_gather(self, encoded: bool = False) -> None: ...
+
+    def wait_all_gather(self) -> None: ...
+
+    @property
+    def served_axes(self) -> list[Axis]:
+        """Return the axes whose ranks read shards of this rank."""
+        return [self.axis] if self.secondary is None else [self.axis, self.secondary.axis]
+
+    def gather_for_module(self) -> None:
+        """Gather the values that forward and backward compute with; collective unless `fetch` is set."""
+        self.start_all_gather(encoded=True)
+        self.wait_all_gather()
+
     def _set_codec(self, wire: Wire | None) -> None:
+        self._wire = wire or Wire()
         codec = wire.on(self.axis, self.dtype) if wire is not None and self.policy.owns_a_shard else None
         self.encoded = None if codec is None else EncodedWeights(self.axis, self.layout, codec, self.device, self.name)
 
@@ -82,24 +100,25 @@ class ForwardGathers(LocalShard):
             self.secondary.withdraw()
 
     def set_wire(self, wire: Wire) -> None:
-        """Change the codec of all-gathers, at the end of a step. All ranks must call this, and meet afterwards.
+        """Change the codec between hosts, at the end of a step. All ranks must call this, and meet afterwards.
 
         At stages 1 and 2 the caller all-gathers the values again.
         """
         if self.fetch is not None and self.encoded is not None and self.encoded.channel is not None:
             self.fetch.withdraw(self.encoded.channel)
         self.reshard()
-        self._set_codec(wire)
+        self._set_codec(replace(self._wire, between_hosts=wire.between_hosts))
         if self.policy.all_gathers_after_step and self.master is None:
             self.encoded = None  # there are no values beside those that would be encoded
-        self._serve_encoded()
+        channels = self._serve_encoded()
+        weakref.finalize(self, self.axis.abandoned.extend, channels).atexit = False
         self.decoded = False
         if self.secondary is not None:
             self.secondary.invalidate()
 
     def keep_secondary(self) -> None:
         """Fill the secondary shard, if there is one, from the gathered values that a forward uses."""
-        if self.secondary is not None and self.decoded == (self.encoded is not None):
+        if self.secondary is not None and not self.editors and self.decoded == (self.encoded is not None):
             self.secondary.fill(self.full)
 
     def add_secondary(self, within_host: Axis) -> None:

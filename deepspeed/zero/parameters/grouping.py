@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,6 +56,10 @@ class GroupingPlan:
     persist_total: int = 1 << 62
     wire: Wire = Wire()
     frozen_wire: Wire = Wire()
+
+    def exact(self) -> GroupingPlan:
+        """Return the plan for groups whose messages have no codec."""
+        return replace(self, wire=Wire(), frozen_wire=Wire())
 
     def layout_for(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
         """Return the layout of a group: how its concatenated parameters are divided into one shard per rank.

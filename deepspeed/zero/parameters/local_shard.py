@@ -239,7 +239,7 @@ class LocalShard(DeferredAllGather):
         seen = master.to(self.dtype, copy=self.value_mask is not None)
         if self.value_mask is not None:
             self.value_mask(seen)
-        return self.encoded.round_trip(seen) if self.encoded is not None and self.decoded else seen
+        return self.encoded.published(seen) if self.encoded is not None and self.decoded else seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
         """Allocate master weights (zeros) if they have another dtype or storage tier than the values.

@@ -352,9 +352,15 @@ class ShardGroup(ForwardGathers):
         self.buffer_views.release_storage()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Return a context with the group gathered; at the end, reshard it if it was sharded and is not in use."""
+    def whole(self, for_module: bool = False) -> Iterator[None]:
+        """Return a context with the group gathered; at the end, reshard it if it was sharded and is not in use.
+
+        Args:
+            for_module: gather the values that forward and backward compute with; see `start_all_gather`.
+        """
         was = self.state
+        if for_module:
+            self.start_all_gather(encoded=True)
         self.wait_all_gather()
         try:
             yield
@@ -472,7 +478,7 @@ class ShardGroup(ForwardGathers):
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag, label = tag_of(self.channel, SPREAD, next(self._seq)), f"publish of {self.name}"
-        if self.encoded is not None:
+        if self.encoded is not None and self.master is not None:
             self.decoded = True
             return self.encoded.publish(self.full, tag, label)
         return spread(self.axis, self.full, self.layout.cuts, tag, label)
