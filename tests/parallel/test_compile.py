@@ -13,7 +13,6 @@ from torch import nn
 from tests.parallel import compiled
 from tests.parallel.compiled import WAYS, run
 from tests.parallel.tiny import raises, said, sgd, start
-from tests.parity.configs import config
 
 RANKS, WIDTH, BLOCKS = 2, 8, 10  # more blocks than a function may be compiled again (8)
 
@@ -53,17 +52,12 @@ def loss_of(call: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **more.pop("zero_optimization", {})},
-        **more,
-    }
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero_optimization", {})}
+    base = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    return {**base, **more}
 
 
-FREEING = {
-    "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0,
-}  # fmt: skip
+FREEING = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 
 
 def ways(stage: int, backend: str, more: dict[str, Any], which: list[str]) -> None:
