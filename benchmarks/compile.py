@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from benchmarks.common import (
     GPT,
     Shape,
@@ -20,7 +22,6 @@ from benchmarks.common import (
     start_world,
     write_json,
 )
-from torch import Tensor, nn
 
 STAGES = ["stage0", "stage1", "stage2", "stage3"]
 SIDES = [f"{name}{how}" for name in ("ddp", "fsdp2", *STAGES) for how in ("", "-compiled")]
@@ -118,7 +119,7 @@ def make_rank(sides: list[str], shape: Shape) -> Callable[..., Any]:
 
 
 def measure(world: World, sides: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of the slowest rank, and of CPU of all ranks, by side and round; the first rounds compile, and are left out.
+    """Seconds of the slowest rank, and of CPU of all ranks, by side and round; two rounds more, at first, compile.
 
     Raises:
         SystemExit: losses of the sides differ.

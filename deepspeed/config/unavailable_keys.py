@@ -57,7 +57,9 @@ OUTLOOKS = (
     Outlook("compile.offload_parameters", reason="zero_optimization.offload_param moves parameters"),
     Outlook("sparse_attention sparse_attention.*", "science and sparse blocks"),
     Outlook(
-        "aio.use_gds graph_harvesting tensor_parallel.tp_overlap_comm compile.symmetric_memory", "generation and training on GPUs"),
+        "aio.use_gds graph_harvesting tensor_parallel.tp_overlap_comm compile.symmetric_memory",
+        "generation and training on GPUs",
+    ),
     Outlook(
         "managed_gradient_accumulation",
         reason="engine.set_gradient_accumulation_boundary lets the caller decide the boundary",

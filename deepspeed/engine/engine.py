@@ -547,7 +547,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model's forward: at stages 0 to 2 as a whole, at stage 3 unit by unit. Compiles again if called again.
+        """Compile the model: at stages 0 to 2 as a whole, at stage 3 unit by unit. A later call compiles it again.
 
         Args:
             backend: backend of torch.compile; None: the accelerator's, by default inductor.

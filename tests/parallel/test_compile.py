@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from tests.parallel import compiled
 from tests.parallel.compiled import WAYS, run
 from tests.parallel.tiny import raises, said, sgd, start
@@ -108,10 +109,12 @@ def test_a_graph_never_computes_with_old_values(workers: Any) -> None:
 
 
 def messages() -> list[str]:
+    get_accelerator().set_compile_backend("eager")  # inductor is slow to import
     with said() as lines, start(3, Stack(), sgd, compile={"deepcompile": True}) as engine:
         assert engine.is_compiled
         with raises(NotImplementedError, "schedule"):
             engine.compile(schedule=[1])
+    get_accelerator().set_compile_backend("inductor")
     return lines
 
 
