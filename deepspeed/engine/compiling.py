@@ -12,6 +12,7 @@ parameter has at that time: after an all-gather, an offload, a load or an assign
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -28,8 +29,10 @@ from deepspeed.foundation.compiler import CompiledForward
 from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.layout.units import STANDS_FOR, repeated_blocks
 
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Compiles a function; the number is that of the modules that are compiled at once.
+Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]
 
+_LIMIT = 8  # of torch: how often it compiles a function again before it runs eagerly
 # Of the modules of models in training, so that `module.compile()` is done by their engine.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Compiling]] = weakref.WeakKeyDictionary()
 
@@ -85,7 +88,7 @@ class Compiling:
         """
         parts, reason = self._parts(module)
         for part in parts:
-            self._install(part, compiler)
+            self._install(part, functools.partial(compiler, number=len(parts)))
         self.active = True
         if reason:
             kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(part).__name__ for part in parts).items())
@@ -112,7 +115,7 @@ class Compiling:
                 return blocks, "ranks communicate in forward"
         return [module], ""
 
-    def _install(self, part: nn.Module, compiler: Compiler) -> None:
+    def _install(self, part: nn.Module, compiler: Callable[..., Any]) -> None:
         forward: Any = part.forward
         holder, name = (forward, "inner") if isinstance(forward, BlockForward) else (part, "forward")
         present = getattr(holder, name)
@@ -139,7 +142,7 @@ class Compiling:
                 wrapper: Any = module
                 wrapper.forward = inner.__call__
                 self._undo.append(wrapper._initialize)
-                self.compile(inner, context)
+                self.compile(inner, _again(context))
 
     def close(self) -> None:
         """Give the modules their own forwards again, and what had compiled them before the engine."""
@@ -154,7 +157,8 @@ class Compiling:
 
 
 def _put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
-    if getattr(inner, "__func__", None) is getattr(type(holder), name, None):
+    own = getattr(inner, "__func__", None)
+    if own is not None and own is getattr(type(holder), name, None):
         delattr(holder, name)
     else:
         setattr(holder, name, inner)
@@ -170,12 +174,20 @@ def _is_one_graph(unit: nn.Module, units: dict[nn.Module, Any]) -> bool:
 def _compiler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiler:
     """Return `torch.compile` with these arguments."""
 
-    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_(function: Callable[..., Any], number: int) -> Callable[..., Any]:
         # torch.compile takes entries out of the options.
         own = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
+        if number > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
+            # Blocks of a class share a function, which has a graph for each block that reads a number of its own.
+            own.setdefault("recompile_limit", _LIMIT + number)
         return torch.compile(function, *args, **own)
 
     return compile_
+
+
+def _again(context: Callable[..., Any]) -> Compiler:
+    """Return the compiler of a context object of torch.compile."""
+    return lambda function, number: context(function)
 
 
 def _compiler_of(compiled: Any, module: nn.Module) -> Compiler:
@@ -187,7 +199,7 @@ def _compiler_of(compiled: Any, module: nn.Module) -> Compiler:
             f"{type(module).__name__} was compiled before initialize, and this torch does not show how: compile it "
             f"afterwards, with engine.compile()"
         )
-    return context  # type: ignore[no-any-return]
+    return _again(context)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -87,6 +87,27 @@ def test_backends(workers: Any, stage: int, backend: str, more: dict[str, Any]) 
     workers(RANKS).run(ways, stage, backend, more, ["engine"], timeout=300)
 
 
+class Numbered(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.number)
+
+
+def numbered() -> Stack:
+    model = Stack()
+    model.blocks = nn.ModuleList(Numbered(number) for number in range(BLOCKS))
+    return model
+
+
+def unlike() -> None:
+    seen = run(numbered, loss_of, settings(3), "engine", "eager")
+    assert seen.graphs == [BLOCKS] * compiled.STEPS and seen.breaks == 0, seen.graphs
+    assert seen.same(run(numbered, loss_of, settings(3)))
+
+
+def test_blocks_that_read_numbers_of_their_own_have_a_graph_each(workers: Any) -> None:
+    workers(RANKS).run(unlike, timeout=90)
+
+
 def late_binding() -> None:
     for stage in (0, 3):
         with compiled.counting("eager") as counter, start(stage, Stack(), sgd) as engine:

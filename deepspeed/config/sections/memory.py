@@ -50,7 +50,9 @@ class Compile(Section):
     free_activation: bool = moot(False, "free activations early", _FREED)
     free_activation_threshold: Int = moot(10 * 1024**2, "bytes from which activations are freed", _FREED)
     offload_activation: bool = later(False, "move activations to the host")
-    offload_activation_pin_memory: bool = moot(True, "page-locked host memory", _FREED)
+    offload_activation_pin_memory: bool = moot(
+        True, "page-locked host memory", "activation_checkpointing.cpu_checkpointing moves saved inputs"
+    )
     offload_opt_states: bool = later(False, "move optimizer state to the host")
     offload_parameters: bool = later(False, "move parameters to the host")
     double_buffer: bool = moot(True, "two reduction buffers", _GRAPHS)
