@@ -65,7 +65,8 @@ def ways(stage: int, backend: str, more: dict[str, Any], which: list[str]) -> No
     eager = run(Stack, loss_of, settings(stage, **more))
     for way in which:
         seen = run(Stack, loss_of, settings(stage, **more), way, backend)
-        assert seen.same(eager), (stage, way)
+        bar = 2e-2 if "bf16" in more else 1e-4
+        assert seen.near(eager, bar) if backend == "inductor" else seen.same(eager), (stage, way)
         assert seen.graphs[1] == seen.graphs[-1] > 0, (stage, way, seen.graphs)
         assert seen.breaks == 0, (stage, way, seen.breaks)
         if way != "regions":
