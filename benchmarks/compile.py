@@ -71,7 +71,7 @@ def engine_step(model: GPT, stage: int, compiled: bool, batch: int) -> Step:
         "train_micro_batch_size_per_gpu": batch,
         "steps_per_print": 1_000_000,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},  # FSDP2 shards everything, too
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
