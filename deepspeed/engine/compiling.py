@@ -88,7 +88,7 @@ class Compiling:
         """
         parts, reason = self._parts(module)
         for part in parts:
-            self._install(part, functools.partial(compiler, number=len(parts)))
+            self._install(part, compiler, len(parts))
         self.active = True
         if reason:
             kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(part).__name__ for part in parts).items())
@@ -115,13 +115,13 @@ class Compiling:
                 return blocks, "ranks communicate in forward"
         return [module], ""
 
-    def _install(self, part: nn.Module, compiler: Callable[..., Any]) -> None:
+    def _install(self, part: nn.Module, compiler: Compiler, number: int) -> None:
         forward: Any = part.forward
         holder, name = (forward, "inner") if isinstance(forward, BlockForward) else (part, "forward")
         present = getattr(holder, name)
         if isinstance(present, CompiledForward):
             present = present.inner
-        compiled = CompiledForward(present, compiler)
+        compiled = CompiledForward(present, lambda function: compiler(function, number))
         setattr(holder, name, compiled)
         self._installed.append((holder, name, compiled))
 

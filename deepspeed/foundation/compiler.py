@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+# Known without an import of the compiler.
+_frames = cast("Any", torch._C)._dynamo.eval_frame  # pyright: ignore[reportPrivateUsage]
 # Sets the function that takes over new frames (None: none), and returns the one before.
-set_frame_callback: Callable[[Any], Any] = _frames.set_eval_frame
+set_frame_callback = cast("Callable[[Any], Any]", _frames.set_eval_frame)
 
 
 def opaque(function: Function, inner: bool = True) -> Function:

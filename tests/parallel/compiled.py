@@ -100,7 +100,7 @@ def run(
 ) -> Seen:
     """Steps of an engine; `way` is one of `WAYS`, or "" for no compilation."""
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param
 
     with counting(backend) as counter:
         model = EARLY[way](make(), counter) if way in EARLY else make()
