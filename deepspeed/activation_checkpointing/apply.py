@@ -79,12 +79,15 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def compile_block(block: nn.Module, **how: Any) -> None:
-    """Compile a block's forward, inside its checkpoint if it has one; `how` are arguments of `torch.compile`."""
-    if isinstance(block.forward, BlockForward):
-        block.forward.inner = torch.compile(block.forward.inner, **how)
-    else:
-        block.forward = torch.compile(block.forward, **how)
+def checkpointed_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the modules in `module`, itself included, whose forward runs in a checkpoint with the configured flags."""
+
+    def runs_in_one(each: nn.Module) -> bool:
+        return isinstance(vars(each).get("forward"), BlockForward) or isinstance(
+            vars(each).get(_TRANSFORMERS), _Governed
+        )
+
+    return [each for each in module.modules() if runs_in_one(each)]
 
 
 class Wrapping:

@@ -48,9 +48,17 @@ OUTLOOKS = (
         "zero_optimization.mics_hierarchical_params_gather sparse_gradients",
         "quantized communication",
     ),
-    Outlook("compile.*", "torch.compile at every stage"),
+    Outlook(
+        "compile.passes", reason="communication runs between compiled graphs, so they have none that passes could move"
+    ),
+    Outlook("compile.offload_activation", reason="activation_checkpointing.cpu_checkpointing moves saved inputs"),
+    Outlook("compile.offload_opt_states", reason="zero_optimization.offload_optimizer moves optimizer state"),
+    Outlook("compile.offload_parameters", reason="zero_optimization.offload_param moves parameters"),
     Outlook("sparse_attention sparse_attention.*", "science and sparse blocks"),
-    Outlook("aio.use_gds graph_harvesting tensor_parallel.tp_overlap_comm", "generation and training on GPUs"),
+    Outlook(
+        "aio.use_gds graph_harvesting tensor_parallel.tp_overlap_comm compile.symmetric_memory",
+        "generation and training on GPUs",
+    ),
     Outlook(
         "managed_gradient_accumulation",
         reason="engine.set_gradient_accumulation_boundary lets the caller decide the boundary",

@@ -48,7 +48,7 @@ from deepspeed.zero.layout.units import mark_leaves
 from deepspeed.zero.optimizer.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.grouping import GroupingPlan, build_group, named_parameters, plan_groups
-from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, Hook, ModuleHooks
+from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, ModuleHooks, TracedHook
 from deepspeed.zero.parameters.parallel_groups import (
     ParallelGroups,
     RankResolver,
@@ -379,7 +379,7 @@ def build(
     components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
     components.ep_sizes = ep_sizes
     if wanted and config.auto_cast:
-        components.caster = InputCaster(model, wanted, low, functools.partial(Hook, transparent=True))
+        components.caster = InputCaster(model, wanted, low, functools.partial(TracedHook, transparent=True))
     components.add_lifecycle(model, config)
     if optimizer is not None:
         components.add_optimizer(model, optimizer, traits, config, held)

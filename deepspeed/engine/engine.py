@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.instruments import SynchronizedWallClockTimer, ThroughputTimer
-from deepspeed.activation_checkpointing.apply import compile_block, wrap
+from deepspeed.activation_checkpointing.apply import wrap
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.one_sided import release_abandoned
 from deepspeed.comm.collectives.same_error import BatchCheck
@@ -47,6 +47,7 @@ from deepspeed.engine.client_support import (
     loss_is_divided,
     register_engine,
 )
+from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
@@ -64,6 +65,7 @@ from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwis
 from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.engine.wire_choice import WireChoice
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.foundation.compiler import opaque, set_frame_callback
 from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.monitor.monitor import MonitorMaster
@@ -259,6 +261,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """Create the components that `EngineSurface` refers to."""
         state = self._state
         self._balance = ExpertBalance(state)
+        self._compiling = Compiling(state)
         self._share_statistics()
         self._reports, self._offload = ProgressLog(state, self), OffloadStates(state, self.register_forward_pre_hook)
         self._instruments = Instruments(state, self, self._balance)
@@ -291,6 +294,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return super().train(mode)
 
     # -- forward and backward -------------------------------------------------------------------------------------
+
+    @functools.partial(opaque, inner=False)
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run `forward` and hooks; in `torch.compile(engine)`, the model is compiled and the engine is not."""
+        callback = set_frame_callback(None)
+        try:
+            if callback:
+                self._compiling.adopt(callback)
+            return super().__call__(*inputs, **kwargs)
+        finally:
+            set_frame_callback(callback)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module with these arguments and return its outputs.
@@ -530,17 +544,17 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     def compile(  # type: ignore[override]
         self,
-        backend: str = "inductor",
+        backend: Any = None,
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the forward of each repeated block (or of the module if it has none).
+        """Compile the model: at stages 0 to 2 as a whole, at stage 3 unit by unit. A later call compiles it again.
 
         Args:
-            backend: backend of torch.compile.
+            backend: backend of torch.compile; None: the accelerator's, by default inductor.
             compile_kwargs: further arguments of torch.compile.
-            schedule: passes of whole-graph compilation; only None is available.
+            schedule: passes over a compiled graph; only None is available.
             compiled_autograd_enabled: only False is available.
 
         Raises:
@@ -548,16 +562,12 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotAvailableError("compile(schedule=…, compiled_autograd_enabled=True) is not available yet")
-        from deepspeed.zero.layout.units import repeated_blocks
-
-        for block in repeated_blocks(self.module) or [self.module]:
-            compile_block(block, backend=backend, **(compile_kwargs or {}))
-        self._compiled = True
+        self._compiling.ask(backend, compile_kwargs)
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether `compile` was called."""
-        return getattr(self, "_compiled", False)
+        """Return whether compilation of the model was asked for, in any way."""
+        return self._compiling.active
 
     def empty_partition_cache(self) -> None:
         """Free the gathered parameters of stage 3 that are not in use."""
@@ -593,6 +603,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing.stop()
         self._instruments.close()
         self._balance.close()
+        self._compiling.close()
         self._generation.close()
         components = self._components
         # Pending gathers must end while the owners still serve their shards, even if this raises an error later.

@@ -109,7 +109,7 @@ class InputCaster:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == target or not tensor.is_floating_point():
                 return tensor
-            if target == self._low:
+            if target == self._low and not torch.compiler.is_compiling():
                 where = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
                 short = str(tensor.dtype).removeprefix("torch.")
                 log_once(

@@ -11,7 +11,7 @@
 | `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
 A reduce-scatter is an all-reduce and a slice. All ranks of the axis must call these functions in the same order,
-forward and backward. A second derivative raises RuntimeError.
+forward and backward. A second derivative raises RuntimeError. Graphs of torch.compile break at them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.fake_mode import message
 
 _Way = Callable[[torch.Tensor], torch.Tensor]
@@ -137,16 +138,19 @@ class _Slices:
         return self.own(summed(whole, self.axis, self.label))
 
 
+@opaque
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the tensor unchanged; its gradient is summed over the ranks. `label`: as in `gathered`."""
     return _Collective.over(axis, tensor, _Collective.same, lambda gradient: summed(gradient, axis, label))
 
 
+@opaque
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the sum over the ranks; backward passes the gradient unchanged. `label`: as in `gathered`."""
     return _Collective.over(axis, tensor, lambda part: summed(part, axis, label), _Collective.same)
 
 
+@opaque
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
@@ -155,6 +159,7 @@ def gather_from(
     return _Collective.over(axis, tensor, slices.join, slices.own)
 
 
+@opaque
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
@@ -163,6 +168,7 @@ def scatter_to(
     return _Collective.over(axis, tensor, slices.own, slices.join)
 
 
+@opaque
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
@@ -171,6 +177,7 @@ def gather_to(
     return _Collective.over(axis, tensor, slices.join, slices.own_of_sum)
 
 
+@opaque
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
@@ -179,6 +186,7 @@ def reduce_scatter(
     return _Collective.over(axis, tensor, slices.own_of_sum, slices.join)
 
 
+@opaque
 def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
     """Exchange slices with an all-to-all: split dim `cut`, concatenate along dim `join`; see `exchanged`."""
     there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
@@ -190,6 +198,7 @@ _entered: list[torch.Tensor] = []
 """The last copy, referenced here because layers with frozen weights do not save their input."""
 
 
+@opaque
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Apply `copy_to` once for all layers that read one tensor: gradients are added locally and reduced once.
 

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator
 
 from deepspeed.config.base_model import Int, Names, Section, key, later, moot
 
+_GRAPHS = "communication runs between compiled graphs, not in them"
+_FREED = "autograd frees what a compiled graph has saved as its backward ends, as torch.compile does elsewhere"
 _OWN_THREAD = "every request in flight has its own thread and is submitted when that one is free"
 
 
@@ -41,23 +43,25 @@ class ActivationCheckpointing(Section):
 
 
 class Compile(Section):
-    """Block `compile`: whole-graph compilation."""
+    """Block `compile`: torch.compile of the model."""
 
-    deepcompile: bool = later(False, "plan communication on the compiled graph")
-    autoep_non_moe: bool = later(False, "compile around expert-parallel layers")
-    free_activation: bool = later(False, "free activations early")
-    free_activation_threshold: Int = later(10 * 1024**2, "bytes from which activations are freed", ge=0)
+    deepcompile: bool = key(False, "compile the model's forward with torch.compile, as engine.compile() does")
+    autoep_non_moe: bool = moot(False, "compile around expert-parallel layers", _GRAPHS)
+    free_activation: bool = moot(False, "free activations early", _FREED)
+    free_activation_threshold: Int = moot(10 * 1024**2, "bytes from which activations are freed", _FREED)
     offload_activation: bool = later(False, "move activations to the host")
-    offload_activation_pin_memory: bool = later(True, "page-locked host memory")
+    offload_activation_pin_memory: bool = moot(
+        True, "page-locked host memory", "activation_checkpointing.cpu_checkpointing moves saved inputs"
+    )
     offload_opt_states: bool = later(False, "move optimizer state to the host")
     offload_parameters: bool = later(False, "move parameters to the host")
-    double_buffer: bool = later(True, "two reduction buffers")
+    double_buffer: bool = moot(True, "two reduction buffers", _GRAPHS)
     symmetric_memory: bool = later(False, "symmetric memory for collectives")
-    debug_log: bool = later(False, "log the passes")
-    sync_before_reduce: bool = later(False, "wait before a reduction")
-    sync_after_reduce: bool = later(False, "wait after a reduction")
-    sync_before_allgather: bool = later(False, "wait before a gather")
-    sync_after_allgather: bool = later(False, "wait after a gather")
-    keep_int_input_tensors: bool = later(True, "keep integer inputs alive")
-    keep_all_input_tensors: bool = later(False, "keep all inputs alive")
+    debug_log: bool = moot(False, "log the passes", "TORCH_LOGS of torch logs graphs, breaks and recompilations")
+    sync_before_reduce: bool = moot(False, "wait before a reduction", _GRAPHS)
+    sync_after_reduce: bool = moot(False, "wait after a reduction", _GRAPHS)
+    sync_before_allgather: bool = moot(False, "wait before a gather", _GRAPHS)
+    sync_after_allgather: bool = moot(False, "wait after a gather", _GRAPHS)
+    keep_int_input_tensors: bool = moot(True, "keep integer inputs alive", _FREED)
+    keep_all_input_tensors: bool = moot(False, "keep all inputs alive", _FREED)
     passes: Names | None = later(None, "passes to run", idle=[[]])

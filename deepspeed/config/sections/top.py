@@ -140,7 +140,7 @@ class TopLevel(Section):
     amp: Amp = key(Amp, "NVIDIA Apex")
     aio: Aio = key(Aio, "files on NVMe")
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing, "recompute activations")
-    compile: Compile = key(Compile, "whole-graph compilation")
+    compile: Compile = key(Compile, "torch.compile of the model")
     mesh: MeshSizes = key(MeshSizes, "ranks along each axis of the mesh")
     pipeline: Pipeline = key(Pipeline, "pipeline parallelism")
     tensor_parallel: TensorParallel = key(TensorParallel, "tensor parallelism")

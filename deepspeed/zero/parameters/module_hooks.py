@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from deepspeed.comm.collectives import collectives
 from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.compiler import is_compiled, opaque
 from deepspeed.foundation.module_tree import children_of, own_parameters
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.saved_tensors import now
@@ -41,16 +42,17 @@ class Hook:
     """Module hook that is disabled in deep copies and pickles of the module, since these are not sharded.
 
     Args:
-        call: function to call; not traced by torch.compile.
+        call: function to call; not traced by torch.compile (but see `TracedHook`).
         transparent: whether the hook leaves the module's inputs and outputs as they are, so that code which computes
             the same without calling the module may leave the hook out.
     """
 
     def __init__(self, call: Callable[..., Any], transparent: bool = False) -> None:
         self.transparent = transparent
-        # torch.compile would trace the hooks of a compiled module; these run eagerly, between the compiled graphs.
-        self._call = torch.compiler.disable(call)
+        self._call = call
 
+    # torch.compile would trace the hooks of a compiled module; these run eagerly, between the compiled graphs.
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
@@ -59,6 +61,13 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, (_nothing, True)
+
+
+class TracedHook(Hook):
+    """Hook that torch.compile may trace, since it only computes its results from its arguments."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -415,10 +424,9 @@ class DeferredAllGatherHooks:
 
         If a module is compiled, remove the hooks: torch.compile does not support changes of a parameter's class.
         """
-        for module in (self._module, *self._units):
-            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-                self.detach()
-                return False
+        if self._groups and any(is_compiled(module) for module in self._module.modules()):
+            self.detach()
+            return False
         if self._groups and not self._hooks:
             feed_transforms(arrived, arrived)
             for unit, groups in self._units.items():
