@@ -109,7 +109,9 @@ class Generation:
         check_scores_kept(sampling)
         return self._answers(prompts, sampling, n)
 
-    def _answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, n: int) -> list[Rollout]:
+    def _answers(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, n: int, logprobs: bool = True
+    ) -> list[Rollout]:
         from dataclasses import replace
 
         from deepspeed.rollouts.generation import generate_rollouts
@@ -117,7 +119,7 @@ class Generation:
         if sampling.temperature and sampling.seed is None:
             sampling = replace(sampling, seed=self._seed())
         with self._turn() as generator:
-            answers = generate_rollouts(generator, prompts, sampling, n)
+            answers = generate_rollouts(generator, prompts, sampling, n, logprobs)
         self.sequences += len(answers)
         return answers
 
@@ -157,11 +159,11 @@ class Generation:
             elif (generator := self.generator).kind == "generate":
                 call = generator.why
             else:
-                call = CallReader(generator.model, generator.vocabulary, draws=True).read(inputs, kwargs)
+                call = CallReader(generator.model, draws=True).read(inputs, kwargs)
             if isinstance(call, str):
                 warn_once(f"generate goes through {type(self._state.module).__name__}'s own: {call}")
                 return own(*inputs, **kwargs)
-            answers = self._answers(call.prompts, call.sampling, call.samples)
+            answers = self._answers(call.prompts, call.sampling, call.samples, logprobs=False)
         return call.result([answer.tokens for answer in answers])
 
     def close(self) -> None:
