@@ -7,6 +7,7 @@
 namespace ds {
 
 constexpr int64_t VALUES = 32;  // keys or values that are read together
+constexpr int64_t EARLY = 48;   // keys between the one that is scored and the one whose page's successor is fetched
 
 // Rows of keys or values in fp32: those in memory, or widened ones.
 struct WideRows {
@@ -68,10 +69,13 @@ DS_AVX2 void attend_in_avx2(const Work& w) {
     const int64_t size = w.heads.size;
     WideRows rows;
     Rows keys(w, w.heads.keys), values(w, w.heads.values);
-    keys.begin();
-    values.begin();
-    for (int64_t t = w.start; t < w.end; t += 4) {
+    Rows early_keys(w, w.heads.keys), early_values(w, w.heads.values);  // fetch what is read later
+    early_keys.begin();
+    early_values.begin();
+    for (int64_t t = w.start, early = t; t < w.end; t += 4) {
         const int64_t count = std::min<int64_t>(4, w.end - t);
+        for (; early < std::min(t + EARLY, w.end); early++) early_keys.next();
+        for (int64_t i = 0; i < count; i++) early_values.next();
         rows.read(keys, w, count);
         for (int64_t i = count; i < 4; i++) rows.row[i] = rows.row[0];  // scores past the end are not used
         float* scores = w.scores + t - w.start;
