@@ -177,8 +177,10 @@ def draw(scores: torch.Tensor, sampling: SamplingParams, numbers: torch.Tensor) 
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         chances = kept_probs(scores, sampling)
     else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
-        chances = ((scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)).softmax(-1)
-    sums = chances.double().cumsum(-1)
+        if sampling.temperature != 1:  # differences cannot overflow; those of temperature 1 are taken by softmax itself
+            scores = (scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
+        chances = scores.softmax(-1)
+    sums = chances.cumsum(-1, dtype=torch.float64)
     places = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
     # A number that is rounded to the end of the sums belongs to the last token that has a chance.
     if not bool(chances.gather(-1, places).all()):
