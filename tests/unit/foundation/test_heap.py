@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.comm.shared_memory.allocator import SharedAllocator
-from deepspeed.foundation.malloc import PAGE, at_a_page, huge_pages, own_pages, resident
+from deepspeed.foundation.malloc import HUGE_PAGE, PAGE, at_a_page, huge_pages, in_huge_pages, own_pages, resident
 
 PROGRAM = """
 import contextlib, sys, psutil, torch
@@ -96,3 +96,13 @@ def test_what_nobody_has_written_to_is_not_resident() -> None:
     lent.zero_()
     assert resident([lent, made]) == (4 << 20) + (2 << 20)
     assert resident([torch.ones(1000, dtype=torch.uint8)]) == 1000  # no more than it has, of a page
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="huge pages of Linux")
+def test_large_buffers_begin_at_a_huge_page_and_small_ones_do_not_grow() -> None:
+    large, small = HUGE_PAGE // 4 + 5, 1000
+    buffer = in_huge_pages(large, torch.float32)
+    assert buffer.shape == (large,) and not buffer.any() and buffer.data_ptr() % HUGE_PAGE == 0
+    buffer.fill_(1.0)
+    assert float(buffer.sum()) == large
+    assert in_huge_pages(small, torch.bfloat16).untyped_storage().nbytes() == 2 * small
