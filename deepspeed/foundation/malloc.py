@@ -132,11 +132,9 @@ def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def in_huge_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros (numel,) for a long time, in huge pages if they are large: each step of training reads them."""
-    nbytes = numel * dtype.itemsize
-    if nbytes < HUGE_PAGE or sys.platform != "linux":
+    if numel * dtype.itemsize < HUGE_PAGE:
         return torch.zeros(numel, dtype=dtype)
     with own_pages():
-        memory = torch.empty(numel + HUGE_PAGE // dtype.itemsize, dtype=dtype)  # without pages until they are written
-    lead = -memory.data_ptr() % HUGE_PAGE
-    huge_pages(memory.data_ptr() + lead, nbytes)
-    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), lead // dtype.itemsize, (numel,), (1,)).zero_()
+        memory = torch.empty(numel, dtype=dtype)  # without pages until it is written
+    huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory.zero_()

@@ -350,7 +350,8 @@ def test_ranks_that_share_a_model_answer_together(workers: Any, stage: int) -> N
 def refused_on_one_rank() -> None:
     """Ranks gather weights together: what one of them cannot do, all raise, and then they go on."""
     config = settings(3, hybrid_engine={"enabled": True})
-    config["zero_optimization"]["stage3_fixed_graph"] = True  # collective gathers, as on devices
+    collective = {"stage3_fixed_graph": True, "offload_param": {"device": "cpu"}}  # not read in shared memory either
+    config["zero_optimization"] |= collective
     engine, *_ = deepspeed.initialize(model=model_of("llama"), config=config)
     rank, sampling = dist.get_rank(), SamplingParams(max_new_tokens=4)
     assert not engine._generation.generator.weights.read_alone()
