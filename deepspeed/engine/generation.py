@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.collectives.same_error import run_collectively
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.foundation.log import log_once, warn_once
 
 if TYPE_CHECKING:  # Transformers is an optional dependency, imported at first use
     from deepspeed.inference.generator import Generator
     from deepspeed.inference.sampling_params import SamplingParams
     from deepspeed.rollouts.generation import Rollout
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -63,6 +66,19 @@ class Generation:
         """Number of changes of the weights that were noticed; several between two calls count once. All ranks call."""
         return self.generator.weights_version
 
+    def _together(self, action: Callable[[], T]) -> T:
+        """Return what `action` does; where ranks gather weights together, all of them raise if one does.
+
+        The rank that failed raises its own error, the others UsageError with its text.
+        """
+        if self.generator.weights.read_alone():
+            return action()
+        axis = self._state.axes.everyone
+        outcome = run_collectively(axis, action)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result_or_raise(lambda texts: UsageError(f"generation ended, since {_first(axis.ranks, texts)}"))
+
     @contextmanager
     def _turn(self) -> Iterator[Generator]:
         """Context of one call of all ranks: weights are gathered once, and pages given back, if the JSON says so."""
@@ -101,15 +117,22 @@ class Generation:
         Raises:
             RequestError: a prompt or an option is not possible.
             LengthError: a prompt and its answer exceed the model's context.
+            UsageError: another rank failed, and ranks gather weights together.
         """
         from deepspeed.inference.sampling_params import SamplingParams
         from deepspeed.rollouts.generation import check_scores_kept
 
-        sampling = sampling or SamplingParams()
-        check_scores_kept(sampling)
-        return self._answers(prompts, sampling, n)
+        options = sampling or SamplingParams()
 
-    def _answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, n: int) -> list[Rollout]:
+        def answers() -> list[Rollout]:
+            check_scores_kept(options)
+            return self._answers(prompts, options, n)
+
+        return self._together(answers)
+
+    def _answers(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, n: int, logprobs: bool = True
+    ) -> list[Rollout]:
         from dataclasses import replace
 
         from deepspeed.rollouts.generation import generate_rollouts
@@ -117,7 +140,7 @@ class Generation:
         if sampling.temperature and sampling.seed is None:
             sampling = replace(sampling, seed=self._seed())
         with self._turn() as generator:
-            answers = generate_rollouts(generator, prompts, sampling, n)
+            answers = generate_rollouts(generator, prompts, sampling, n, logprobs)
         self.sequences += len(answers)
         return answers
 
@@ -141,27 +164,38 @@ class Generation:
         Raises:
             RequestError: a token is outside of the vocabulary.
             LengthError: a sequence exceeds the model's context.
+            UsageError: another rank failed, and ranks gather weights together.
         """
         from deepspeed.rollouts.generation import score_sequences
 
-        with self._turn() as generator:
-            return score_sequences(generator, sequences, sampling)
+        def scores() -> list[torch.Tensor]:
+            with self._turn() as generator:
+                return score_sequences(generator, sequences, sampling)
+
+        return self._together(scores)
 
     def generate(self, own: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         """Answer a call of `generate`; `own` is the module's method, for calls that a generator cannot answer."""
-        from deepspeed.inference.native_generate import CallReader
-
         with torch.no_grad():
             if self._state.sliced:
-                call: Any = "its layers or experts are divided among ranks"
-            elif (generator := self.generator).kind == "generate":
-                call = generator.why
+                result: Any = "its layers or experts are divided among ranks"
             else:
-                call = CallReader(generator.model, generator.vocabulary, draws=True).read(inputs, kwargs)
-            if isinstance(call, str):
-                warn_once(f"generate goes through {type(self._state.module).__name__}'s own: {call}")
+                result = self._together(lambda: self._answered(inputs, kwargs))
+            if isinstance(result, str):
+                warn_once(f"generate goes through {type(self._state.module).__name__}'s own: {result}")
                 return own(*inputs, **kwargs)
-            answers = self._answers(call.prompts, call.sampling, call.samples)
+        return result
+
+    def _answered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call of `generate`, or the reason why it is left to the module's own method."""
+        from deepspeed.inference.native_generate import CallReader
+
+        if (generator := self.generator).kind == "generate":
+            return generator.why
+        call = CallReader(generator.model, draws=True).read(inputs, kwargs)
+        if isinstance(call, str):
+            return call
+        answers = self._answers(call.prompts, call.sampling, call.samples, logprobs=False)
         return call.result([answer.tokens for answer in answers])
 
     def close(self) -> None:
@@ -169,3 +203,7 @@ class Generation:
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+
+
+def _first(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    return next(f"rank {rank} failed: {text}" for rank, text in zip(ranks, texts, strict=True) if text)

@@ -24,7 +24,7 @@ import torch
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
 LARGE, IN_HEAP = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
-PAGE = 4096  # bytes
+PAGE, HUGE_PAGE = 4096, 2 << 20  # bytes
 _HUGE = 14  # MADV_HUGEPAGE of Linux
 _lock, _open = threading.Lock(), list[object]()
 
@@ -128,3 +128,13 @@ def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = torch.zeros(numel + PAGE // dtype.itemsize, dtype=dtype)
     lead = -memory.data_ptr() % PAGE // dtype.itemsize
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), lead, (numel,), (1,))
+
+
+def in_huge_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros (numel,) for a long time, in huge pages if they are large: each step of training reads them."""
+    if numel * dtype.itemsize < HUGE_PAGE:
+        return torch.zeros(numel, dtype=dtype)
+    with own_pages():
+        memory = torch.empty(numel, dtype=dtype)  # without pages until it is written
+    huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory.zero_()

@@ -406,6 +406,8 @@ class Generator:
         version, switches = self.weights.version, self.weights.switches
         if (version, switches) != self._weights_seen and not self._live:
             self._weights_seen = version, switches
+            if (size := vocabulary_size(self.model, decoder=True)) != self.vocabulary:  # by resize_token_embeddings
+                self.vocabulary, self.constraints = size, ConstraintCompiler(self.tokenizer, size)
             cast = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None) != self._dtype
             if cast and self._executor is not None and self._draft is None:
                 self._choose_executor()  # an engine has cast the model, whose cache gets its dtype
@@ -484,10 +486,11 @@ class Generator:
                 f"a prompt of {len(tokens)} tokens and {new} new ones are {len(tokens) + new}, over the limit of "
                 f"{self.limit} tokens; shorten the prompt or ask for fewer"
             )
+        size = self.vocabulary
         for token in tokens:
             whole = isinstance(token, int) and not isinstance(token, bool)
-            if not whole or token < 0 or (self.vocabulary is not None and token >= self.vocabulary):
-                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self.vocabulary}")
+            if not whole or token < 0 or (size is not None and token >= size):
+                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {size}")
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(request.sampling, name) if self.vocabulary is not None else ():
                 if token >= self.vocabulary:
@@ -520,7 +523,7 @@ class Generator:
         batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
         logits = self._executor.run(batch)
         chosen = largest(logits) if len(logits) else []
-        draw_plainly(slices, logits)
+        draw_plainly(slices, logits, chosen)
         outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)

@@ -142,19 +142,21 @@ class LiveSequence(TokenSequence):
         self.reason, self.matched = best.finish_reason, best.matched
 
 
-def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor) -> None:
+def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor, largest: Sequence[int]) -> None:
     """Draw the next tokens of all requests of a pass that need nothing but the logits of their last row.
 
     Args:
         slices: rows of each request in the pass.
         logits: logits of the pass, [requested rows, vocabulary].
+        largest: argmax of each row; negative if the row is not finite.
     """
     rows, end = [], 0
     for part in slices:
         end += part.wanted
         if part.wanted - part.scored != 1 or part.hidden or isinstance(part.sequence.group, BeamGroup):
             continue
-        if part.sequence.sampling.max_new_tokens and part.sequence.sampler.draws_plainly:
-            rows.append((part.sequence.sampler, end - 1))
+        sampler = part.sequence.sampler
+        if part.sequence.sampling.max_new_tokens and sampler.draws_plainly and not sampler.plain:
+            rows.append((sampler, end - 1))
     if len(rows) > 1:
-        draw_together(rows, logits)
+        draw_together(rows, logits, largest)

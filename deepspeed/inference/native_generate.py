@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.request import length_limit, new_tokens
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.moe.expert_parallel import is_divided
@@ -69,12 +70,11 @@ class CallReader:
 
     Args:
         model: the model whose `generate` is called.
-        vocabulary: number of tokens; None: unknown.
         draws: whether calls that draw tokens are read too. They get other random numbers than Transformers would draw.
     """
 
-    def __init__(self, model: Any, vocabulary: int | None, draws: bool = False) -> None:
-        self._model, self._vocabulary, self._draws = model, vocabulary, draws
+    def __init__(self, model: Any, draws: bool = False) -> None:
+        self._model, self._draws = model, draws
 
     def read(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> GenerateCall | str:
         """Return the call, or the reason why it is left to the model's own `generate`."""
@@ -88,7 +88,8 @@ class CallReader:
         ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
         ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
         ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
-        size = self._vocabulary  # configs of small models may name end tokens of the original's vocabulary
+        size = vocabulary_size(self._model, decoder=True)
+        # Configs of small models may name end tokens of the original's vocabulary.
         ends = tuple(int(end) for end in ends if end >= 0 and (size is None or end < size))
         least = self._argument("min_new_tokens", kwargs) or 0
         new = new_tokens(ids.shape[1], kwargs, self._model.generation_config, length_limit(self._model))
@@ -169,7 +170,7 @@ class NativeGenerate:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self._model: Any = generator.model
-        self._reader = CallReader(self._model, generator.vocabulary)
+        self._reader = CallReader(self._model)
 
     @classmethod
     def of(cls, model: nn.Module, lossless: bool) -> NativeGenerate | None:

@@ -146,11 +146,10 @@ class Sampler:
 
     @property
     def draws_plainly(self) -> bool:
-        """Whether the next token is drawn from the model's own logits, without other alternatives in the answer."""
+        """Whether the next token depends on the model's own logits alone, and no alternatives to it are requested."""
         options = self.sampling
         return (
-            self._generator is not None
-            and self._matcher is None
+            self._matcher is None
             and not options.logprobs
             and options.repetition_penalty == 1
             and not options.presence_penalty
@@ -178,30 +177,42 @@ def draw(scores: torch.Tensor, sampling: SamplingParams, numbers: torch.Tensor) 
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         chances = kept_probs(scores, sampling)
     else:  # the order of the vocabulary does as well, and sorting would take longer than all the rest
-        chances = ((scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)).softmax(-1)
-    sums = chances.double().cumsum(-1)
+        if sampling.temperature != 1:  # differences cannot overflow; those of temperature 1 are taken by softmax itself
+            scores = (scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
+        chances = scores.softmax(-1)
+    sums = chances.cumsum(-1, dtype=torch.float64)
     places = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
     # A number that is rounded to the end of the sums belongs to the last token that has a chance.
-    last = chances.shape[1] - 1 - (chances > 0).int().flip(-1).argmax(-1, keepdim=True)
-    places = torch.minimum(places, last)
+    if not bool(chances.gather(-1, places).all()):
+        last = chances.shape[1] - 1 - (chances > 0).int().flip(-1).argmax(-1, keepdim=True)
+        places = torch.minimum(places, last)
     return (places if order is None else order.gather(-1, places))[:, 0]
 
 
-def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor) -> None:
+def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor, largest: Sequence[int]) -> None:
     """Draw the next tokens of several requests at once, for the next call of `Sampler.next` of each.
 
     Args:
         rows: samplers that draw plainly, each with the number of its row.
         logits: logits of a pass, [rows, vocabulary].
+        largest: argmax of each row; negative if the row is not finite.
     """
     alike: dict[tuple[Any, ...], list[tuple[Sampler, int]]] = {}
     for sampler, row in rows:
-        names = ("temperature", "top_k", "top_p", "min_p", "logprobs", "logprobs_mode")
-        alike.setdefault(tuple(getattr(sampler.sampling, name) for name in names), []).append((sampler, row))
+        options = sampler.sampling
+        key = (
+            options.temperature, options.top_k, options.top_p, options.min_p, options.logprobs, options.logprobs_mode,
+        )  # fmt: skip
+        alike.setdefault(key, []).append((sampler, row))
     for group in alike.values():
         sampling, indices = group[0][0].sampling, [row for _, row in group]
-        scores = logits[indices].detach().float().cpu()
-        tokens = draw(scores, sampling, torch.stack([sampler.random() for sampler, _ in group]))
+        scores = logits if indices == list(range(len(logits))) else logits[indices]
+        scores = scores.detach().float().cpu()
+        if sampling.temperature:
+            numbers = torch.cat([sampler.random()[None] for sampler, _ in group])
+            tokens = draw(scores, sampling, numbers)
+        else:
+            tokens = torch.tensor([max(largest[row], 0) for row in indices])
         entries: list[Logprob | None] = [None] * len(group)
         if sampling.logprobs is not None:
             raw = sampling.logprobs_mode == "raw"

@@ -44,7 +44,6 @@ DS_INLINE void plain(const Work& w) {
 }
 
 static void portable(const Work& w) { plain(w); }
-DS_AVX2 static void avx2(const Work& w) { plain(w); }
 
 #if defined(__x86_64__)
 // -- vectors ----------------------------------------------------------------------------------------------------------
@@ -226,6 +225,7 @@ DS_AVX512 static void avx512(const Work& w) {
 }
 #else
 static void avx512(const Work& w) { plain(w); }
+static void attend_in_avx2(const Work& w) { plain(w); }
 static void attend_in_tiles(const Work& w) { plain(w); }
 #endif
 
@@ -235,7 +235,7 @@ static void attend_span(const Pass& pass, const Heads& heads, const int64_t* spa
                         const float* queries, int64_t stride, float* out) {
     using Function = void (*)(const Work&);
     const bool tiles = instruction_set() == AMX && heads.kind == BF16 && heads.size % 32 == 0;
-    const Function function = tiles ? attend_in_tiles : Versions<Function>{portable, avx2, avx512}.pick();
+    const Function function = tiles ? attend_in_tiles : Versions<Function>{portable, attend_in_avx2, avx512}.pick();
     const int64_t group = heads.count / heads.cached, all = span[1] * group;
     Work w{pass, heads, pass.pages + span[3], head, 0, 0, std::min(QUERIES, all - first), {}, {}, {}, nullptr, 0};
     for (int64_t q = 0; q < w.count; q++) {

@@ -108,6 +108,8 @@ DS_INLINE float weigh(const Work& w, int64_t q) {
 #if defined(__x86_64__)
 // AMX kernel for bf16 and head sizes that are multiples of 32.
 void attend_in_tiles(const Work& w);
+
+void attend_in_avx2(const Work& w);
 #endif
 
 }  // namespace ds

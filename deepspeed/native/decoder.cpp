@@ -212,6 +212,17 @@ static float* sized(std::vector<float>& buffer, int64_t count) {
     return buffer.data();
 }
 
+// Products of the same rows, those with matrices of one form at once.
+static void multiply_all(const Product* products, int64_t count, Input& input, const float* x, int64_t rows,
+                         int64_t stride, int threads) {
+    for (int64_t first = 0, end = 1; first < count; first = end++) {
+        const Matrix& matrix = *products[first].matrix;
+        while (end < count && products[end].matrix->form == matrix.form) end++;
+        input.prepare(x, rows, matrix.inputs, matrix.form);
+        multiply(products + first, end - first, input, stride, false, threads);
+    }
+}
+
 static void attention_part(const Layer& layer, const Pass& pass, int64_t number) {
     static thread_local std::vector<float> buffers[3];
     static thread_local Input input;
@@ -221,14 +232,10 @@ static void attention_part(const Layer& layer, const Pass& pass, int64_t number)
     float* qkv = sized(buffers[1], rows * stride);
     float* mixed = sized(buffers[2], rows * h.count * h.size);
     between().norm(layer.before, pass.x, normed, rows, width);
-    int32_t form = -1;
-    float* at = qkv;
-    for (const Matrix* matrix : {&layer.q, &layer.k, &layer.v}) {
-        if (matrix->form != form) input.prepare(normed, rows, width, matrix->form);
-        form = matrix->form;
-        multiply(*matrix, input, at, stride, false, pass.threads);
-        at += matrix->outputs;
-    }
+    const Product products[] = {{&layer.q, qkv},
+                                {&layer.k, qkv + layer.q.outputs},
+                                {&layer.v, qkv + layer.q.outputs + layer.k.outputs}};
+    multiply_all(products, 3, input, normed, rows, stride, pass.threads);
     if (pass.adapted) {
         const int64_t keys = layer.q.outputs, values = keys + layer.k.outputs;
         const Adapted parts[] = {{&LayerAdapter::q, qkv, layer.q.outputs, stride},
@@ -259,10 +266,8 @@ static void gated(const GatedMlp& mlp, Activation activation, const float* norme
     static thread_local Input input;
     const int64_t width = mlp.gate.inputs, inner = mlp.gate.outputs;
     float *gate = sized(buffers[0], rows * inner), *up = sized(buffers[1], rows * inner);
-    input.prepare(normed, rows, width, mlp.gate.form);
-    multiply(mlp.gate, input, gate, inner, false, threads);
-    if (mlp.up.form != mlp.gate.form) input.prepare(normed, rows, width, mlp.up.form);
-    multiply(mlp.up, input, up, inner, false, threads);
+    const Product products[] = {{&mlp.gate, gate}, {&mlp.up, up}};
+    multiply_all(products, 2, input, normed, rows, inner, threads);
     if (place) {
         const Adapted parts[] = {{&LayerAdapter::gate, gate, inner, inner}, {&LayerAdapter::up, up, inner, inner}};
         adapt(place->pass, place->layer, place->first, rows, normed, width, parts, 2);

@@ -210,38 +210,49 @@ static Matrix unpacked_panel(const Matrix& matrix, int64_t output, int64_t outpu
     return made;
 }
 
-void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads) {
-    if (!x.rows) return;
-    const Kernel kernel = kernel_of(matrix, x);
+using Write = void (*)(const Part&, float*, int64_t, bool);
+
+// The part of one product over rows [first, end) that this thread computes.
+static void multiply_part(const Product& product, const Input& x, int64_t first, int64_t end, const Kernel& kernel,
+                          Write write, int64_t stride, bool add) {
+    static thread_local std::vector<uint16_t> room;
+    const Matrix& matrix = *product.matrix;
     const bool unpacks = matrix.form == LOSSLESS && !kernel.lossless;
-    using Write = void (*)(const Part&, float*, int64_t, bool);
+    const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL, block = kernel.rows;
+    const int64_t blocks = (end - first + block - 1) / block;
+#pragma omp for schedule(static) nowait
+    for (int64_t panel = 0; panel < panels; panel++) {
+        alignas(64) float sums[MOST_ROWS][PANEL];
+        const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
+        const Matrix read = unpacks ? unpacked_panel(matrix, output, outputs, room) : matrix;
+        for (int64_t row = first; row < end; row += block) {
+            const int64_t rows = std::min(block, end - row);
+            const Part part{matrix, x, output, outputs, row, rows, sums, (row - first) / block, blocks};
+            kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, part.block, blocks});
+            write(part, product.y, stride, add);
+        }
+    }
+}
+
+void multiply(const Product* products, int64_t count, const Input& x, int64_t stride, bool add, int threads) {
+    if (!x.rows) return;
+    const Matrix& matrix = *products->matrix;
+    const Kernel kernel = kernel_of(matrix, x);
     const Write write = Versions<Write>{portable_write, avx2_write, avx512_write}.pick();
-    const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
     // Number of rows that stay in cache while the matrix is read.
     const int64_t block = kernel.rows, bytes = std::max<int64_t>(1, (x.wide ? 4 : 2) * x.padded);
     const int64_t chunk = std::max(block, ROWS_BYTES / bytes / block * block);
-    const int useful = static_cast<int>(std::clamp<int64_t>(matrix.outputs * matrix.inputs / PER_THREAD, 1, threads));
+    int64_t weights = 0;
+    for (int64_t i = 0; i < count; i++) weights += products[i].matrix->outputs * matrix.inputs;
+    const int useful = static_cast<int>(std::clamp<int64_t>(weights / PER_THREAD, 1, threads));
 #pragma omp parallel num_threads(useful) if (useful > 1)
     {
-        static thread_local std::vector<uint16_t> room;
 #if defined(__x86_64__)
         if (x.tiled) begin_tiles(x.rows);
 #endif
-        for (int64_t first = 0; first < x.rows; first += chunk) {
-            const int64_t end = std::min(first + chunk, x.rows), blocks = (end - first + block - 1) / block;
-#pragma omp for schedule(static)
-            for (int64_t panel = 0; panel < panels; panel++) {
-                alignas(64) float sums[MOST_ROWS][PANEL];
-                const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
-                const Matrix read = unpacks ? unpacked_panel(matrix, output, outputs, room) : matrix;
-                for (int64_t row = first; row < end; row += block) {
-                    const int64_t rows = std::min(block, end - row);
-                    const Part part{matrix, x, output, outputs, row, rows, sums, (row - first) / block, blocks};
-                    kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, part.block, blocks});
-                    write(part, y, stride, add);
-                }
-            }
-        }
+        for (int64_t first = 0; first < x.rows; first += chunk)
+            for (int64_t i = 0; i < count; i++)
+                multiply_part(products[i], x, first, std::min(first + chunk, x.rows), kernel, write, stride, add);
 #if defined(__x86_64__)
         if (x.tiled) end_tiles();
 #endif

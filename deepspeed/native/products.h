@@ -55,7 +55,18 @@ struct Input {
     void prepare(const float* x, int64_t rows, int64_t columns, Form form);
 };
 
-// y[row, 0 … outputs) = x Wᵀ + bias, added to y if `add`; `stride` is the row stride of y.
-void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads);
+struct Product {
+    const Matrix* matrix;
+    float* y;  // [row, 0 … outputs)
+};
+
+// y = x Wᵀ + bias for each matrix, added to y if `add`; `stride` is the row stride of every y. The matrices have one
+// form. Threads wait for each other once, at the end.
+void multiply(const Product* products, int64_t count, const Input& x, int64_t stride, bool add, int threads);
+
+inline void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads) {
+    const Product product{&matrix, y};
+    multiply(&product, 1, x, stride, add, threads);
+}
 
 }  // namespace ds

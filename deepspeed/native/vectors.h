@@ -1,4 +1,4 @@
-// Common code of the vector products; sums are those of AVX-512. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
+// Common code of the products in vectors. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
 // added together in one tree.
 #pragma once
 
@@ -48,6 +48,28 @@ DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const _
                 std::copy_n(added + N * (j - first), N, &p.sums[r + j][n]);
         }
     }
+}
+
+// Sum of the lanes of two vectors of eight, in the same order.
+DS_AVX2 static DS_INLINE float add_lanes(__m256 low, __m256 high) {
+    const __m256 eight = _mm256_add_ps(low, high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// The same for four sums, whose two vectors are already added.
+DS_AVX2 static DS_INLINE __m128 add_lanes(const __m256 (&eight)[4]) {
+    __m256 fours[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256 one = eight[2 * i], two = eight[2 * i + 1];
+        fours[i] = _mm256_add_ps(_mm256_permute2f128_ps(one, two, 0x20), _mm256_permute2f128_ps(one, two, 0x31));
+    }
+    const __m256 twos = _mm256_add_ps(_mm256_shuffle_ps(fours[0], fours[1], 0x44),
+                                      _mm256_shuffle_ps(fours[0], fours[1], 0xee));  // of sums 0, 2 | 1, 3
+    const __m128 even = _mm256_castps256_ps128(twos), odd = _mm256_extractf128_ps(twos, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(even, odd, 0x88), _mm_shuffle_ps(even, odd, 0xdd));  // 0, 2, 1, 3
+    return _mm_permute_ps(sums, 0xd8);
 }
 
 // -- memory -----------------------------------------------------------------------------------------------------------

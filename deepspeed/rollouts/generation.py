@@ -46,7 +46,11 @@ def check_scores_kept(sampling: SamplingParams) -> None:
 
 
 def generate_rollouts(
-    generator: Generator, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, n: int = 1
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | None = None,
+    n: int = 1,
+    logprobs: bool = True,
 ) -> list[Rollout]:
     """Return `n` rollouts for each prompt, those of one prompt one after the other.
 
@@ -56,13 +60,14 @@ def generate_rollouts(
         sampling: options of all of them; with `seed`, every answer gets other random numbers; None: greedy, at most 128
             tokens.
         n: number of answers to each prompt; equal prompts are computed once.
+        logprobs: whether log-probabilities are computed; they are empty otherwise.
 
     Raises:
         RequestError: a prompt or an option is not possible, or logits are not finite; no request stays behind.
     """
     if type(n) is not int or n < 1:
         raise RequestError(f"n, the number of answers to a prompt, has to be at least 1, not {n!r}")
-    sampling = replace(sampling or SamplingParams(), logprobs=0, logprobs_mode="processed")
+    sampling = replace(sampling or SamplingParams(), logprobs=0 if logprobs else None, logprobs_mode="processed")
     copies = Counter(map(tuple, prompts))
     groups = {prompt: object() for prompt, count in copies.items() if n * count > 1}
     requests = []

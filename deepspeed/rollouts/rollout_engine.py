@@ -223,15 +223,18 @@ class HybridEngineRollout(RolloutEngine):
         """
         if not self._open:
             raise UsageError("this rollout engine was shut down")
-        prompts, limit = request.prompts(), length_limit(self.engine.module)
-        for row, prompt in enumerate(prompts):
-            if limit is not None and len(prompt) + sampling.max_new_tokens > limit:
-                raise LengthError(
-                    f"prompt {row} has {len(prompt)} tokens: with {sampling.max_new_tokens} new ones it exceeds the "
-                    f"model's limit of {limit}"
-                )
+        prompts, limit, new = request.prompts(), length_limit(self.engine.module), sampling.max_new_tokens
         end = getattr(self.tokenizer, "eos_token_id", None)
-        answers = self.engine.rollout(prompts, sampling.sampling_params(end), n=sampling.n_samples_per_prompt)
+        try:
+            answers = self.engine.rollout(prompts, sampling.sampling_params(end), n=sampling.n_samples_per_prompt)
+        except LengthError as error:  # of the engine, which lets all ranks know
+            for row, prompt in enumerate(prompts):
+                if limit is not None and len(prompt) + new > limit:
+                    raise LengthError(
+                        f"prompt {row} has {len(prompt)} tokens: with {new} new ones it exceeds the model's limit of "
+                        f"{limit}"
+                    ) from error
+            raise
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return _padded(request, answers, sampling.n_samples_per_prompt, pad if pad is not None else end or 0)
 

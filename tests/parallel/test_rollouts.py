@@ -345,3 +345,28 @@ def cut_over_ranks(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_ranks_that_share_a_model_answer_together(workers: Any, stage: int) -> None:
     assert workers(2).run(cut_over_ranks, stage, timeout=120) == [[], []]
+
+
+def refused_on_one_rank() -> None:
+    """Ranks gather weights together: what one of them cannot do, all raise, and then they go on."""
+    config = settings(3, hybrid_engine={"enabled": True})
+    collective = {"stage3_fixed_graph": True, "offload_param": {"device": "cpu"}}  # not read in shared memory either
+    config["zero_optimization"] |= collective
+    engine, *_ = deepspeed.initialize(model=model_of("llama"), config=config)
+    rank, sampling = dist.get_rank(), SamplingParams(max_new_tokens=4)
+    assert not engine._generation.generator.weights.read_alone()
+    own, other = (LengthError, "over the limit of 128"), (UsageError, "rank 1 failed: LengthError")
+    with raises(*(own if rank else other)):
+        engine.rollout([[1] * (127 if rank else 3)], sampling)
+    with raises(*((RequestError, "no token of a vocabulary") if rank else (UsageError, "rank 1 failed"))):
+        engine.score([[1, VOCABULARY if rank else 2]])
+    with raises(*((RequestError, "logit_bias") if rank else (UsageError, "rank 1 failed"))):
+        biased = SamplingParams(max_new_tokens=4, temperature=1.0, top_k=5, logit_bias={3: 1.0} if rank else {})
+        engine.rollout([[1, 2]], biased)
+    train(engine, 1)
+    assert len(engine.rollout([[1, 2, 3]], sampling)[0].tokens) == 4
+    engine.destroy()
+
+
+def test_an_error_of_one_rank_is_one_of_all_where_they_gather_together(workers: Any) -> None:
+    workers(2).run(refused_on_one_rank, timeout=120)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,6 +81,21 @@ def _stored(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     return (JOINED[names],) if JOINED[names] in owner._modules else names
 
 
+class StructureSnapshot:
+    """Dicts of modules, tensors and settings, and their values when they were read; it keeps both alive."""
+
+    def __init__(self, owners: Iterable[dict[Any, Any]] = ()) -> None:
+        self._owners = list(owners)
+        self.values = [value for owner in self._owners for value in owner.values()]
+        self._ids, self._lengths = list(map(id, self.values)), list(map(len, self._owners))
+
+    def changed(self) -> bool:
+        """Whether a dict holds other objects now."""
+        if list(map(len, self._owners)) != self._lengths:
+            return True
+        return list(map(id, chain.from_iterable(map(dict.values, self._owners)))) != self._ids
+
+
 @dataclass
 class Structure:
     """Parts of a model that the native library runs.
@@ -104,8 +119,8 @@ class Structure:
     kind: int = 0  # dtype code of a packed table's rows
     uneven: list[nn.Module] = field(default_factory=list)  # modules with parts of matrices at uneven rows
     experts: dict[int, Any] = field(default_factory=dict)  # arrays to which entries of `layers` point
-    seen: list[tuple[dict[Any, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
-    # Weights among these values, and their addresses; without those that are gathered before use.
+    seen: StructureSnapshot = field(default_factory=StructureSnapshot)
+    # Weights among its values, and their addresses; without those that are gathered before use.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
     sharded: dict[int, list[Any]] = field(default_factory=dict)  # by part: parameters that are gathered before use
     addresses: dict[int, list[int]] = field(default_factory=dict)  # of these parameters when the part was read
@@ -116,9 +131,8 @@ class Structure:
         Changed values need no detection, because native passes read the weights in place. Parameters that are gathered
         before use are looked at by `moved`, each time they are gathered.
         """
-        for owner, before in self.seen:
-            if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
-                return True
+        if self.seen.changed():
+            return True
         weights, addresses = self.tensors
         if any(map(is_sharded, weights)):  # an engine has taken them over
             return True
@@ -175,8 +189,8 @@ class Reader:
             with self._weights.gathered(sharded):
                 self.read_part(structure, part)
         structure.uneven = self.uneven
-        structure.seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
-        held = {id(t): t for _, entries in structure.seen for t in entries if isinstance(t, torch.Tensor)}
+        structure.seen = StructureSnapshot(self.seen.values())
+        held = {id(value): value for value in structure.seen.values if isinstance(value, torch.Tensor)}
         tensors = [tensor for tensor in held.values() if not is_sharded(tensor)]
         structure.tensors = tensors, [tensor.data_ptr() for tensor in tensors]
         return structure
@@ -554,7 +568,7 @@ class FusedExecutor:
         Raises:
             ArgumentError: a parameter belongs to an engine or has a gradient.
         """
-        self.structure.seen, self.structure.tensors = [], ([], [])  # would keep the unpacked weights
+        self.structure.seen, self.structure.tensors = StructureSnapshot(), ([], [])  # would keep the unpacked weights
         self.weights.forget()
         try:
             pack_lossless(self.model, self.structure.uneven)
@@ -568,7 +582,7 @@ class FusedExecutor:
             self.structure = self._read()
         except PackingError as error:
             warn_once(f"{type(self.model).__name__} runs through its own modules, not in native passes: {error}")
-            self.structure.blocks, self.structure.seen, self.structure.tensors = [], [], ([], [])
+            self.structure.blocks, self.structure.seen, self.structure.tensors = [], StructureSnapshot(), ([], [])
 
 
 def _window(rule: Mask, model: nn.Module) -> int:

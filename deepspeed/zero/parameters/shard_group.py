@@ -22,7 +22,7 @@ from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, mee
 from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
-from deepspeed.foundation.malloc import at_a_page, limits_addresses
+from deepspeed.foundation.malloc import at_a_page, in_huge_pages, limits_addresses
 from deepspeed.storage.async_copy import PendingCopy
 from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
@@ -155,7 +155,12 @@ class ShardGroup(ForwardGathers):
     def new_buffer(self) -> None:
         """Allocate a new full buffer of zeros, and new `views` of it; parameters are not changed."""
         padded, dtype = self.layout.padded, self.dtype
-        self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
+        if self.own_pages:
+            self.full = at_a_page(padded, dtype)
+        elif self.device.type == "cpu" and not self.policy.gathers_before_use:
+            self.full = in_huge_pages(padded, dtype)
+        else:
+            self.full = torch.zeros(padded, dtype=dtype, device=self.device)
         # One view per parameter, in its shape; valid while the storage is not resized to 0.
         self.views = [member.flat().view(member.shape) for member in self.members]
         self.buffer_views = BufferViews(self)
@@ -248,8 +253,8 @@ class ShardGroup(ForwardGathers):
 
     def _all_gather(self, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
         """Start a collective all-gather of the shards in `full`; raises OrderError as `start_all_gather`."""
+        meet_before(self.axis, label)  # raises before anything is counted, so that ranks can go on
         tag = tag_of(self.channel, SPREAD, next(self._seq))
-        meet_before(self.axis, label)
         if self.gather_order is not None:
             self.gather_order.before(self)
         return spread(self.axis, full, cuts, tag, label)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.comm.shared_memory.allocator import SharedAllocator
-from deepspeed.foundation.malloc import PAGE, at_a_page, huge_pages, own_pages, resident
+from deepspeed.foundation.malloc import HUGE_PAGE, PAGE, at_a_page, huge_pages, in_huge_pages, own_pages, resident
 
 PROGRAM = """
 import contextlib, sys, psutil, torch
@@ -96,3 +96,11 @@ def test_what_nobody_has_written_to_is_not_resident() -> None:
     lent.zero_()
     assert resident([lent, made]) == (4 << 20) + (2 << 20)
     assert resident([torch.ones(1000, dtype=torch.uint8)]) == 1000  # no more than it has, of a page
+
+
+@pytest.mark.parametrize("numel", [1000, HUGE_PAGE + 5])
+def test_a_buffer_in_huge_pages_takes_no_more_than_it_has(numel: int) -> None:
+    buffer = in_huge_pages(numel, torch.bfloat16)
+    assert buffer.shape == (numel,) and not buffer.any() and buffer.untyped_storage().nbytes() == 2 * numel
+    buffer.fill_(1.0)
+    assert float(buffer.float().sum()) == numel

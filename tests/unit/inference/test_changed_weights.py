@@ -96,3 +96,14 @@ def test_log_probabilities_that_truncation_leaves_out_are_refused() -> None:
     for options in ({"min_new_tokens": 4}, {"logit_bias": {3: 2.0}}, {"repetition_penalty": 1.2}):
         with pytest.raises(RequestError, match=next(iter(options))):
             check_scores_kept(SamplingParams(temperature=1.0, top_k=5, **options))
+
+
+def test_tokens_that_come_later_are_accepted() -> None:
+    model = llama()
+    generator, size = Generator(model), model.config.vocab_size
+    with pytest.raises(RequestError, match=f"vocabulary of {size}"):
+        generator.generate([[5, size]], SAMPLING)
+    model.resize_token_embeddings(size + 8)
+    assert len(generator.generate([[5, size + 7]], SAMPLING)[0]) == 8
+    with pytest.raises(RequestError, match=f"vocabulary of {size + 8}"):
+        generator.generate([[5, size + 8]], SAMPLING)

@@ -30,10 +30,12 @@ class StandInEngine:
     def __init__(self, answers: dict[int, list[int]], limit: int = 32) -> None:
         self.module = torch.nn.Module()
         self.module.config = SimpleNamespace(max_position_embeddings=limit)
-        self.answers, self.calls = answers, []
+        self.answers, self.calls, self.limit = answers, [], limit
 
     def rollout(self, prompts: list[list[int]], sampling: Any, n: int = 1) -> list[StandInRollout]:
         self.calls.append((prompts, sampling, n))
+        if any(len(prompt) + sampling.max_new_tokens > self.limit for prompt in prompts):
+            raise LengthError("too long")
         found = []
         for prompt in prompts:
             for sample in range(n):
