@@ -99,7 +99,7 @@ def engine_step(name: str, model: nn.Module, shape: Shape) -> Callable[[Tensor],
         "train_micro_batch_size_per_gpu": shape.batch,
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 2 if name == "auto" else int(name[5])},
+        "zero_optimization": {"stage": 2 if name == "auto" else int(name[5]), "overlap_publish": True},
         "wire": "auto" if name == "auto" else wire_of(name),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)

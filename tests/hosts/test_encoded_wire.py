@@ -66,6 +66,8 @@ RUN = """
         "zero": run(0, {}, wire={"gradients": "int8"}),
         "hybrid": run(3, both, mesh={"dp_replicate": 2}),
     }
+    plain, late = run(2, {}), run(2, {"overlap_publish": True})
+    assert plain["losses"] == late["losses"] and late["alike"], (plain, late)
     chosen = [run(stage, {}, 10, wire="auto") for stage in (0, 2, 3)]
     assert all(result["alike"] and result["choice"] in ("none", "bf16", "int8") for result in chosen), chosen
     if dist.get_rank() == 0:

@@ -121,8 +121,8 @@ class Zero(Section):
     overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
     overlap_publish: bool = key(
         False,
-        "at stages 1 and 2 on devices, overlap the all-gather of updated parameters with the next forward; a promise "
-        "that parameters are read only in their modules' forward or by torch's functions",
+        "at stages 1 and 2 on devices, or on several hosts, overlap the all-gather of updated parameters with the next "
+        "forward; a promise that parameters are read only in their modules' forward or by torch's functions",
     )
     prefetch_bucket_size: Int = key(
         int(5e7), "elements gathered ahead of use", aliases=["stage3_prefetch_bucket_size"], ge=0

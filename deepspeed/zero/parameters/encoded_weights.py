@@ -37,6 +37,11 @@ class EncodedWeights:
         self.own: torch.Tensor | None = None  # encoded shard of this rank
         self._version: int | None = None  # `ShardGroup.changes` at its encoding
 
+    @property
+    def in_two_steps(self) -> bool:
+        """Return whether all-gathers of stages 1 and 2 share decoded values within a host in a second step."""
+        return self._two_steps is not None
+
     def payload(self) -> torch.Tensor:
         """Allocate a buffer for the encoded shards of all ranks."""
         return self.axis.empty(self.slices.nbytes, torch.uint8, self.device)

@@ -1,10 +1,10 @@
 """Shard of a parameter group on one rank: its values in the model's dtype, and the master weights.
 
-[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not wait at the end of a step for the all-gather
-of the updated parameters. While it is in progress, the group is called arriving, and its parameters have the class
-`ArrivingParameter`: the first torch function that reads or writes one of them makes the current stream and the stream
-of the step wait for the all-gather. Before the forward of a unit, hooks wait for all its groups
-(`module_hooks.DeferredAllGatherHooks`), and code of this package reads the buffer by the properties of
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices, and of CPU ranks on several hosts, do not wait at
+the end of a step for the all-gather of the updated parameters. While it is in progress, the group is called arriving,
+and its parameters have the class `ArrivingParameter`: the first torch function that reads or writes one of them makes
+the current stream and the stream of the step wait for the all-gather. Before the forward of a unit, hooks wait for all
+its groups (`module_hooks.DeferredAllGatherHooks`), and code of this package reads the buffer by the properties of
 `DeferredAllGather`, which wait too. If a view of the buffer exists, the step itself waits. Accesses that do not use
 torch functions cannot be detected, and must be avoided: stored addresses, replays of CUDA graphs, custom kernels.
 """
@@ -164,8 +164,13 @@ class LocalShard(DeferredAllGather):
 
     @property
     def overlaps_all_gather(self) -> bool:
-        """Return whether the all-gather after a step can overlap with computation."""
-        return self.policy.all_gathers_after_step and self.between_devices
+        """Return whether the all-gather after a step can overlap with computation.
+
+        That of CPU ranks on several hosts can if it has one step: its messages travel without this thread.
+        """
+        on_hosts = self.axis.tagged and self.axis.shared is None and self.axis.size > 1
+        alone = on_hosts and (self.encoded is None or not self.encoded.in_two_steps)
+        return self.policy.all_gathers_after_step and (self.between_devices or alone)
 
     @property
     def between_devices(self) -> bool:
