@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Sampler
 
-from deepspeed.data.index_lists import Array, IndexLists, checked_lengths, reordered
+from deepspeed.data.index_lists import Array, IndexLists, checked_lengths, reordered, stable_order
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError
 from deepspeed.foundation.log import log_rank0, warn_once
 
@@ -120,7 +120,7 @@ def token_batches(
     if order in ("random", "bucketed"):
         ids = draw.permutation(ids)
     if order in ("seqlen", "bucketed"):
-        ids = ids[np.argsort(sizes[ids], kind="stable")]
+        ids = ids[stable_order(sizes[ids])]
     bounds = np.array(_cuts(sizes[ids].tolist(), max_tokens, max_batch_size or len(ids), padded), np.int64)
     sequence = np.flatnonzero(np.diff(bounds) >= min_batch_size)
     if order == "bucketed":

@@ -73,3 +73,12 @@ def reordered(ids: Array, bounds: Array, order: Array) -> tuple[Array, Array]:
     counts = np.diff(bounds)[order]
     moved = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return ids[np.repeat(bounds[:-1][order] - moved[:-1], counts) + np.arange(moved[-1])], moved
+
+
+def stable_order(keys: Array) -> Array:
+    """Return the order that sorts integers of at least 0, in linear time: numpy sorts 16 bits by digits."""
+    order, shift = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable"), 16
+    while keys.size and int(keys.max()) >> shift:
+        digits = ((keys >> shift) & 0xFFFF).astype(np.uint16)
+        order, shift = order[np.argsort(digits[order], kind="stable")], shift + 16
+    return order

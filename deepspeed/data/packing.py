@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from deepspeed.data.index_lists import Array, IndexLists, checked_lengths, reordered
+from deepspeed.data.index_lists import Array, IndexLists, checked_lengths, reordered, stable_order
 from deepspeed.errors import ArgumentError, DataError
 
 IGNORED = -100  # label that losses skip
@@ -154,7 +154,7 @@ def pack(
     for start in range(0, len(usable), step):
         part = usable[start : start + step]
         part = part if draw is None else draw.permutation(part)
-        longest_first = part[np.argsort(-sizes[part], kind="stable")]
+        longest_first = part[stable_order(budget - sizes[part])]
         packed.append(_best_fit(sizes, longest_first, budget))
     shifts = np.cumsum([0, *(len(ids) for ids, _ in packed)])
     bounds = [bounds[1:] + shift for (_, bounds), shift in zip(packed, shifts[:-1], strict=True)]
@@ -177,7 +177,10 @@ def _ordered(packs: Packs, order: str, draw: np.random.Generator | None) -> Pack
     if not len(packs):
         return packs
     owner = np.repeat(np.arange(len(packs)), packs.counts)
-    ids = packs.ids[np.lexsort((packs.ids, owner))]
+    owner_of = np.empty(len(packs.lengths), np.int64)
+    owner_of[packs.ids] = owner
+    fits = np.sort(packs.ids) if len(packs.left_out) else np.arange(len(packs.ids))
+    ids = fits[stable_order(owner_of[fits])]
     if order == "shuffled" and draw is not None:
         following = draw.permutation(len(packs))
     elif order == "source":
@@ -284,8 +287,8 @@ def separate_sequences(model: Any) -> None:
     if change > 16 * torch.finfo(logits[0].dtype).eps * float(logits[0].abs().max()):
         raise DataError(
             f"{type(model).__name__} does not keep packed sequences apart: other tokens in the first sequence of a row "
-            f"change the logits of the second by up to {change:.2g}. Its attention does not follow `position_ids`; train "
-            "it on padded batches, or give it a block-diagonal mask"
+            f"change the logits of the second by up to {change:.2g}. Its attention does not follow `position_ids`; "
+            "train it on padded batches, or pass a block-diagonal mask"
         )
 
 

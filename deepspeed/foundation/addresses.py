@@ -132,9 +132,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         ),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
-        "deepspeed.data.indexed_dataset": (
-            "close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype"
-        ),
+        "deepspeed.data.indexed_dataset": ("close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype"),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         "deepspeed.data.dynamic_batches": "VariableBatchSizeLR batch_by_seqlens scale_lr",
@@ -394,6 +392,8 @@ LATER = {
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
     "deepspeed.ops.transformer": "fused transformer layers",
     "deepspeed.replace_transformer_layer": "policies of kernel injection",
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr"
+    ".get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed": "data efficiency",
     "deepspeed.runtime.domino": "tensor parallelism in overlapped halves",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed.data.index_lists import stable_order
 from deepspeed.data.packing import (
     PackedDataset,
     cu_seqlens,
@@ -126,7 +127,9 @@ def test_time_grows_with_the_number_of_sequences(lengths_of: Callable[[int], Any
 def test_positions_bounds_and_labels_of_a_row() -> None:
     assert position_ids([3, 1, 2], 8).tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
     assert cu_seqlens([3, 1, 2]).tolist() == [0, 3, 4, 6] and cu_seqlens([3], 4).tolist() == [0, 3, 4]
-    assert flash_arguments([3, 1])["max_length_q"] == 3 and flash_arguments([3, 1])["cu_seq_lens_k"].dtype == torch.int32
+    assert (
+        flash_arguments([3, 1])["max_length_q"] == 3 and flash_arguments([3, 1])["cu_seq_lens_k"].dtype == torch.int32
+    )
     row = packed_row([[5, 6, 7], torch.tensor([8, 9])], 7, pad_token_id=1)
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 1, 1]
     assert row["labels"].tolist() == [-100, 6, 7, -100, 9, -100, -100]
@@ -197,3 +200,11 @@ def test_samples_may_be_dicts_with_labels_or_anything() -> None:
     assert PackedDataset(dicts, packs)[0]["labels"].tolist() == [-100, 6, -100, -100]
     texts = PackedDataset(["ab", "c"], packs, tokens_of=lambda text: ([ord(letter) for letter in text], None))
     assert texts[0]["input_ids"].tolist() == [97, 98, 99, 0] and len(texts) == 1
+
+
+def test_the_linear_sort_is_a_stable_sort() -> None:
+    draw = np.random.default_rng(0)
+    for top in (1, 2**16 - 1, 2**16, 2**20, 2**40):
+        keys = draw.integers(0, top, 5000)
+        assert np.array_equal(stable_order(keys), np.argsort(keys, kind="stable"))
+    assert stable_order(np.empty(0, np.int64)).tolist() == []
