@@ -1,8 +1,8 @@
 """Padding and time of packs and of batches of equal tokens: `python -m benchmarks.packing [--counts 100000,…]`.
 
 Three distributions of lengths, budget 4,096: log-normal (chats), uniform, and bimodal (70 % short answers, 30 %
-documents of about 1,300 tokens). Times are CPU seconds, the least of three tries. Bars: padding of packs at most 2 %, time
-at most 2.3 times for twice the sequences.
+documents of about 1,300 tokens). Times are CPU seconds, the least of three tries. Bars: padding of packs at most 2 %,
+time at most 2.3 times for twice the sequences.
 """
 
 from __future__ import annotations

@@ -179,7 +179,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ArgumentError(f"rank {rank} of {world} with {accumulation} micro-batches in a step")
         self._lengths, self._budget = checked_lengths(lengths), max_tokens
         self._rank, self._world, self._multiple = rank, world, world * accumulation
-        self._order, self._seed, self._options = order, seed, options
+        self._order: Order = order
+        self._seed, self._options = seed, options
         self.set_epoch(0)
         if len(self.batches.left_out):
             warn_once(f"{len(self.batches.left_out)} of {len(self._lengths)} samples are in no batch of tokens")

@@ -51,7 +51,7 @@ def _mapped(path: str) -> memoryview:
     """Return the bytes of a file. Arrays over them keep the map open; an empty file cannot be mapped."""
     if not os.path.getsize(path):
         return memoryview(b"")
-    return memoryview(np.memmap(path, mode="r", dtype=np.uint8))
+    return np.memmap(path, mode="r", dtype=np.uint8).data
 
 
 def _names(dtypes: Iterable[Any]) -> str:
@@ -79,7 +79,8 @@ class MMapIndexedDataset(Dataset[Array]):
         self._open(os.fspath(path), dialect)
 
     def _open(self, path: str, dialect: Dialect | None) -> None:
-        self._path, self._dialect = path, dialect
+        self._path = path
+        self._dialect: Dialect | None = dialect
         self._data = _mapped(data_file_path(path))
         code = self._read_index(index_file_path(path))
         self._dtype = self._dtype_of(code, dialect)
@@ -253,7 +254,8 @@ class MMapIndexedDatasetBuilder:
     """
 
     def __init__(self, out_file: StrPath, dtype: Any = np.int64, dialect: Dialect = "deepspeed") -> None:
-        self._dtype, self._dialect = np.dtype(dtype), dialect
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        self._dialect: Dialect = dialect
         _code(self._dtype, dialect)
         self._path = os.fspath(out_file)
         self._file = open(self._path, "wb")  # noqa: SIM115
