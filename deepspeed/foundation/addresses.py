@@ -392,8 +392,6 @@ LATER = {
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
     "deepspeed.ops.transformer": "fused transformer layers",
     "deepspeed.replace_transformer_layer": "policies of kernel injection",
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr"
-    ".get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed": "data efficiency",
     "deepspeed.runtime.domino": "tensor parallelism in overlapped halves",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
