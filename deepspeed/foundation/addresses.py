@@ -122,6 +122,21 @@ ADDRESSES: dict[str, dict[str, str]] = {
             "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
         ),
     },
+    "deepspeed.runtime.data_pipeline": {},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"deepspeed.data.curriculum": "CurriculumScheduler"},
+    "deepspeed.runtime.data_pipeline.data_sampling": {},
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "deepspeed.data.indexed_dataset": (
+            "MMapIndexedDataset MMapIndexedDatasetBuilder data_file_path dataset_exists index_file_path "
+            "infer_dataset_impl make_builder make_dataset"
+        ),
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": {
+        "deepspeed.data.indexed_dataset": ("close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype"),
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "deepspeed.data.dynamic_batches": "VariableBatchSizeLR batch_by_seqlens scale_lr",
+    },
     "deepspeed.runtime.dataloader": {
         "deepspeed.engine.data_loading": "DeepSpeedDataLoader RepeatingLoader",
     },
@@ -351,16 +366,12 @@ ALIASES = {
 PLACEHOLDERS: dict[str, tuple[str, str]] = {
     "deepspeed.checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.deepspeed_checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
-    "deepspeed.runtime.data_pipeline": ("data efficiency", ""),
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": ("data efficiency", "CurriculumScheduler"),
     "deepspeed.runtime.data_pipeline.data_routing": ("data efficiency", ""),
     "deepspeed.runtime.data_pipeline.data_routing.helper": (
         "data efficiency",
         "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling": ("data efficiency", ""),
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": ("data efficiency", "DataAnalyzer"),
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": ("data efficiency", "MMapIndexedDataset"),
     "deepspeed.runtime.state_dict_factory": ("checkpoints of Megatron", "MegatronSDLoader"),
     "deepspeed.sequence.fpdt_layer": (
         "chunks of a sequence",

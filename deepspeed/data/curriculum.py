@@ -1,0 +1,185 @@
+"""Curricula: the difficulty of a step by upstream's four pacing functions; wrong schedules are refused at the start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.foundation.log import warn_once
+
+Difficulty = int | float
+SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
+TILE = 8  # half-precision matrix units want lengths that are multiples of it
+
+
+def _required(config: Mapping[str, Any], key: str, where: str = "") -> Any:
+    if key not in config:
+        raise DeepSpeedConfigError(f"curriculum: `{where}{key}` is missing")
+    return config[key]
+
+
+def _whole(config: Mapping[str, Any], key: str, where: str = "schedule_config.") -> int:
+    """Return an integer of at least 1."""
+    value = _required(config, key, where)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DeepSpeedConfigError(f"curriculum: `{where}{key}` is {value!r}; it has to be an integer of at least 1")
+    return value
+
+
+class FixedPace:
+    """Difficulty that grows with the `degree`-th root of the step, in multiples of `difficulty_step`."""
+
+    def __init__(self, low: int, high: int, config: Mapping[str, Any], degree: float) -> None:
+        self.low, self.high, self.degree = low, high, degree
+        self.total = _whole(config, "total_curriculum_step")
+        self.multiple = _whole(config, "difficulty_step")
+        if self.multiple > high:
+            raise DeepSpeedConfigError(
+                f"curriculum: `schedule_config.difficulty_step` {self.multiple} is above `max_difficulty` {high}"
+            )
+        if low % self.multiple:
+            raise DeepSpeedConfigError(
+                f"curriculum: `min_difficulty` {low} is no multiple of `schedule_config.difficulty_step` "
+                f"{self.multiple}, so that the first difficulty would be {low - low % self.multiple}"
+            )
+        if self.multiple % TILE:
+            warn_once(
+                f"curriculum: `difficulty_step` {self.multiple} is no multiple of {TILE}; if the difficulty is a "
+                "sequence length, half-precision matrix products on GPUs are slower"
+            )
+
+    def at(self, step: int) -> int:
+        """Return the difficulty at a step."""
+        share = (float(step) / self.total) ** (1.0 / self.degree)
+        grown = math.floor(share * (self.high - self.low) + self.low)
+        return min(grown - grown % self.multiple, self.high)
+
+
+class DiscretePace:
+    """Difficulties from a list, each up to its last step."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.values = self._numbers(config, "difficulty")
+        self.last_steps = self._numbers(config, "max_step")
+        if len(self.last_steps) != len(self.values) - 1:
+            raise DeepSpeedConfigError(
+                f"curriculum: `schedule_config.max_step` has {len(self.last_steps)} entries for {len(self.values)} "
+                "difficulties; it needs one less, since the last difficulty stays"
+            )
+        if any(after <= before for before, after in zip(self.last_steps, self.last_steps[1:], strict=False)):
+            raise DeepSpeedConfigError(f"curriculum: `schedule_config.max_step` {self.last_steps} has to increase")
+
+    @staticmethod
+    def _numbers(config: Mapping[str, Any], key: str) -> list[Difficulty]:
+        values = _required(config, key, "schedule_config.")
+        if not isinstance(values, Sequence) or isinstance(values, str) or not all(_number(value) for value in values):
+            raise DeepSpeedConfigError(
+                f"curriculum: `schedule_config.{key}` is {values!r}; it has to be a list of numbers"
+            )
+        return list(values)
+
+    def at(self, step: int) -> Difficulty:
+        """Return the difficulty at a step."""
+        return next(
+            (value for value, last in zip(self.values, self.last_steps, strict=False) if step <= last), self.values[-1]
+        )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class CurriculumScheduler:
+    """Difficulty by step. Steps count from 1; once the maximum is reached, the difficulty stays.
+
+    Args:
+        config: `min_difficulty`, `max_difficulty`, `schedule_type` and, unless that is "custom", `schedule_config`.
+
+    Raises:
+        DeepSpeedConfigError: a key is missing, unknown or contradicts another; the message has its name.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        low, high = (_required(config, key) for key in ("min_difficulty", "max_difficulty"))
+        if not _number(low) or not _number(high) or low > high:
+            raise DeepSpeedConfigError(
+                f"curriculum: `min_difficulty` {low!r} and `max_difficulty` {high!r} have to be numbers, the first not "
+                "above the second"
+            )
+        self.kind = _required(config, "schedule_type")
+        self._low, self._high = low, high
+        self._custom: Callable[[int], Difficulty] | None = None
+        self._at = self._schedule(config, low, high)
+        self.current_difficulty: Difficulty = low
+
+    def _schedule(self, config: Mapping[str, Any], low: Any, high: Any) -> Callable[[int], Difficulty]:
+        if self.kind == "custom":
+            return self._by_function
+        if self.kind not in SCHEDULES:
+            raise DeepSpeedConfigError(
+                f"curriculum: `schedule_type` {self.kind!r} is unknown; there are {', '.join(SCHEDULES)}"
+            )
+        schedule = _required(config, "schedule_config")
+        if self.kind == "fixed_discrete":
+            return DiscretePace(schedule).at
+        degree = 1 if self.kind == "fixed_linear" else _required(schedule, "root_degree", "schedule_config.")
+        if not _number(degree) or degree <= 0:
+            raise DeepSpeedConfigError(
+                f"curriculum: `schedule_config.root_degree` is {degree!r}; it has to be positive"
+            )
+        if not isinstance(low, int) or not isinstance(high, int):
+            raise DeepSpeedConfigError(f"curriculum: {self.kind} needs integers, not {low!r} and {high!r}")
+        return FixedPace(low, high, schedule, degree).at
+
+    def check_ready(self) -> None:
+        """Raise UsageError if the schedule is "custom" and has no function yet; call this before the first step."""
+        if self.kind == "custom" and self._custom is None:
+            raise UsageError(
+                'curriculum: `schedule_type` "custom" needs a function: call set_custom_get_difficulty (for an engine: '
+                "set_custom_curriculum_learning_schedule) before the first step"
+            )
+
+    def _by_function(self, step: int) -> Difficulty:
+        self.check_ready()
+        return self._custom(step)  # type: ignore[misc]
+
+    def set_custom_get_difficulty(self, schedule_function: Callable[[int], Difficulty]) -> None:
+        """Set the function from step to difficulty of a "custom" schedule.
+
+        Raises:
+            UsageError: it is no function, or the schedule is another one.
+        """
+        if self.kind != "custom" or not callable(schedule_function):
+            raise UsageError(
+                f"curriculum: a {type(schedule_function).__name__} cannot replace `schedule_type` {self.kind!r}; "
+                'functions belong to "custom"'
+            )
+        self._custom = schedule_function
+
+    def get_difficulty(self, global_steps: int) -> Difficulty:
+        """Return the difficulty at a step, without a change of state."""
+        return self._at(global_steps)
+
+    def update_difficulty(self, global_steps: int) -> Difficulty:
+        """Set and return the current difficulty; a difficulty at the maximum stays."""
+        if self.current_difficulty < self._high or self.kind == "custom" and self._custom is None:
+            self.current_difficulty = self.get_difficulty(global_steps)
+        return self.current_difficulty
+
+    def get_current_difficulty(self) -> Difficulty:
+        """Return the difficulty of the last `update_difficulty`; before it, the minimum."""
+        return self.current_difficulty
+
+    def set_current_difficulty(self, difficulty: Difficulty) -> None:
+        """Set the current difficulty."""
+        self.current_difficulty = difficulty
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state: only the current difficulty changes."""
+        return {"current_difficulty": self.current_difficulty}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of `get_state`."""
+        self.current_difficulty = state["current_difficulty"]
