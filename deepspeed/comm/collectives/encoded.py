@@ -268,12 +268,14 @@ class Encoding:
         payload: 1-D uint8 tensor of `slices.nbytes` bytes; must not change until the message has been sent.
         memory: error memory of the flat tensor, or of the own slice if only this one is encoded; None: none.
         beta: see `ErrorFeedback`.
+        copy: in an all-gather, gets a copy of the own encoded slice; None: no copy.
     """
 
     slices: EncodedSlices
     payload: torch.Tensor
     memory: torch.Tensor | None = None
     beta: float = 0.0
+    copy: torch.Tensor | None = None
 
 
 def reduce_to_owners(
@@ -320,6 +322,8 @@ def all_gather(
     slices, payload = encoding.slices, encoding.payload
     own = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]]
     slices.encode(axis.rank, own, payload, label, encoding.memory, encoding.beta)
+    if encoding.copy is not None:  # before the messages, which write to the payload
+        encoding.copy.copy_(slices.bytes_of(payload, axis.rank))
     start = collectives.share if any_order else collectives.spread
     handle = start(axis, payload, slices.byte_cuts, tag, label)
     return handle.followed_by(lambda: slices.decode(payload, full))

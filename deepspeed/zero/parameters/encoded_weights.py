@@ -49,17 +49,14 @@ class EncodedWeights:
     def publish(self, full: torch.Tensor, tag: int, label: str) -> Handle:
         """Start to all-gather the own slice of `full`, which gets the decoded values of all ranks (stages 1 and 2)."""
         both = self._two_steps
-        if both is None:
-            slices, rank, encoding = self.slices, self.axis.rank, Encoding(self.slices, self.payload())
-            handle = encoded.all_gather(self.axis, full, encoding, tag, label)
-        else:
-            self._publications += 1
-            slices, rank = both.slices, both.across.rank
-            encoding = Encoding(slices, torch.empty(slices.nbytes, dtype=torch.uint8, device=self.device))
-            handle = both.all_gather(full, encoding, self._publications, label)
-        self.own = slices.bytes_of(encoding.payload, rank).clone()
+        slices, rank = (self.slices, self.axis.rank) if both is None else (both.slices, both.across.rank)
         self._layout = slices.layouts[rank]
-        return handle
+        self.own = own = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self.device)
+        if both is None:
+            return encoded.all_gather(self.axis, full, Encoding(slices, self.payload(), copy=own), tag, label)
+        payload = torch.empty(slices.nbytes, dtype=torch.uint8, device=self.device)
+        self._publications += 1
+        return both.all_gather(full, Encoding(slices, payload, copy=own), self._publications, label)
 
     def published(self, like: torch.Tensor) -> torch.Tensor:
         """Return the decoded values of this rank's shard in the last `publish`, in the dtype of `like`.
