@@ -135,25 +135,27 @@ def run_rank(sides: list[str], shape: Shape, rounds: int) -> None:
     count: dict[str, int] = dict.fromkeys(sides, 0)
     losses: dict[str, list[float]] = {name: [] for name in sides}
 
-    def one(name: str) -> tuple[float, int]:
-        windows = batch_of(shape, count[name], rank)
-        torch.distributed.barrier()
-        sent, started = int(_SENT.read_text()), time.perf_counter()
-        loss = steps[name](windows)
-        seconds = time.perf_counter() - started
+    def step(name: str) -> None:
+        losses[name].append(steps[name](batch_of(shape, count[name], rank)).item())
         count[name] += 1
-        losses[name].append(loss.item())
-        return seconds, int(_SENT.read_text()) - sent
+
+    def timed(name: str) -> tuple[float, int]:
+        """Seconds and bytes of the second of two steps, which pays for what the first one leaves to its next step."""
+        torch.distributed.barrier()
+        step(name)
+        sent, started = int(_SENT.read_text()), time.perf_counter()  # no barrier: it would wait for those messages
+        step(name)
+        return time.perf_counter() - started, int(_SENT.read_text()) - sent
 
     order = random.Random(1)
     for name in sides * 2:  # warm up: buckets, order of gathers, start of PowerSGD
-        one(name)
+        step(name)
     for _ in range(6 if "auto" in sides else 0):  # it chooses after its first steps
-        one("auto")
+        step("auto")
     rows: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name in order.sample(sides, len(sides)):
-            rows[name].append(one(name))
+            rows[name].append(timed(name))
             if rank == 0:
                 print(f"{name} {rows[name][-1][0]:.2f} s", file=sys.stderr, flush=True)
     every: list[Any] = [None] * ranks
