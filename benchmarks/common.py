@@ -101,6 +101,18 @@ def whole_bytes(module: nn.Module) -> int:
     return sum(storages.values())
 
 
+def fully_sharded(model: GPT, low_precision: bool = False) -> GPT:
+    """FSDP2's `fully_shard` of every block and of the rest; with `low_precision`, parameters in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low_precision else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
 def start_world(backend: str = "gloo") -> tuple[int, int]:
     """Join the process group named by the environment with one thread; returns (rank, world size)."""
     torch.set_num_threads(1)

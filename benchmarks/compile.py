@@ -16,6 +16,7 @@ from benchmarks.common import (
     Shape,
     World,
     batch_of,
+    fully_sharded,
     median_interval,
     print_table,
     serve,
@@ -51,15 +52,10 @@ def plain_step(wrapped: nn.Module, parameters: Any) -> Step:
 
 
 def fsdp2_step(model: GPT, compiled: bool) -> Step:
-    """`fully_shard` of every block and of the rest; blocks are compiled one by one, as its documentation says."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for block in model.blocks:
-        if compiled:
-            block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    """FSDP2 of every block and of the rest; blocks are compiled one by one, as its documentation says."""
+    for block in model.blocks if compiled else ():
+        block.compile()
+    fully_sharded(model)
     return plain_step(model, model.parameters())
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GPT, REPOSITORY, Shape, batch_of, median_interval, print_table, write_json
+from common import GPT, REPOSITORY, Shape, batch_of, fully_sharded, median_interval, print_table, write_json
 from torch import Tensor, nn
 
 sys.path.insert(0, str(REPOSITORY))
@@ -67,17 +67,6 @@ def ddp_step(name: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
     return torch_step(wrapped)
 
 
-def fsdp2_step(name: str, model: GPT) -> Callable[[Tensor], Tensor]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name.endswith("bf16") else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return torch_step(model)
-
-
 def wire_of(name: str) -> dict[str, Any]:
     stage, _, codec = name.partition("-")
     wires = {
@@ -122,7 +111,7 @@ def make_step(name: str, shape: Shape) -> Callable[[Tensor], Tensor]:
     if name.startswith("ddp"):
         return ddp_step(name, model)
     if name.startswith("fsdp2"):
-        return fsdp2_step(name, model)
+        return torch_step(fully_sharded(model, name.endswith("bf16")))
     return engine_step(name, model, shape)
 
 

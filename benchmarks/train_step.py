@@ -20,6 +20,7 @@ from common import (
     Shape,
     World,
     batch_of,
+    fully_sharded,
     median_interval,
     print_table,
     serve,
@@ -77,14 +78,8 @@ def torch_side(model: nn.Module, wrapped: nn.Module, autocast: bool) -> Side:
 
 
 def fsdp2_side(model: GPT, low_precision: bool) -> Side:
-    """`fully_shard` of every block and of the rest."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low_precision else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    """FSDP2 of every block and of the rest."""
+    fully_sharded(model, low_precision)
     return torch_side(model, model, autocast=False)
 
 
