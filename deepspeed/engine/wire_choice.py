@@ -26,7 +26,7 @@ from deepspeed.zero.optimizer.update import all_gather_updated
 CHOICES = ("none", "bf16", "int8")
 START = "int8"
 _SKIPPED, _TIMED = 2, 4  # steps: buffers are allocated in the first ones
-SLACK = 1.02
+_SLACK = 1.02
 _HIDDEN = 0.5  # part of a step's computation during which messages of gradients can travel
 _PROBE_BYTES, _PROBES = 1 << 20, 3
 
@@ -69,9 +69,12 @@ class LinkCosts:
             step: seconds of a step.
             measured: codec with which it was measured.
         """
-        compute = self.compute(step, measured)
+        return self.choose(self.compute(step, measured))[0]
+
+    def choose(self, compute: float) -> tuple[str, dict[str, float]]:
+        """Return the codec as `best` does for `compute` seconds of computation, and the seconds of a step by codec."""
         times = {codec: self.predicted(compute, codec) for codec in CHOICES}
-        return next(codec for codec in CHOICES if times[codec] <= SLACK * min(times.values()))
+        return next(codec for codec in CHOICES if times[codec] <= _SLACK * min(times.values())), times
 
 
 def bandwidth_of(axis: Axis, device: torch.device) -> float:

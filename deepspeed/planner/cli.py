@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.config.load import load_raw
-from deepspeed.engine.wire_choice import CHOICES, SLACK, LinkCosts
+from deepspeed.engine.wire_choice import LinkCosts
 from deepspeed.errors import DeepSpeedError
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.mesh_options import unjudged
@@ -72,9 +72,7 @@ def wire_advice(best: Judged, machine: Machine, elements: int) -> str:
     gathers = 2 * plan.steps if plan.stage == 3 else int(plan.stage > 0)
     coding = 0.0 if machine.link else _CODING
     costs = LinkCosts(machine.between, coding, elements * rounds * (2 if plan.stage == 0 else 1), elements * gathers)
-    compute = time.total - time.messages
-    times = {codec: costs.predicted(compute, codec) for codec in CHOICES}
-    chosen = next(codec for codec in CHOICES if times[codec] <= SLACK * min(times.values()))
+    chosen, times = costs.choose(time.total - time.messages)
     shown = ", ".join(f"{codec} {seconds * 1e3:,.1f} ms" for codec, seconds in times.items())
     setting = (
         "no codec pays" if chosen == "none" else f'"wire": {{"gradients": "{chosen}", "weights": "{chosen}"}} pays'

@@ -11,7 +11,6 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -216,11 +215,6 @@ class EncodedSlices:
         for rank, layout in enumerate(self.layouts):
             if layout.numel:
                 layout.decode(self.bytes_of(payload, rank), full[self.cuts[rank] : self.cuts[rank + 1]])
-
-    @cached_property
-    def ratio(self) -> float:
-        """Bytes of the encoded form over those of fp32."""
-        return self.nbytes / (4 * self.cuts[-1] or 1)
 
 
 class ErrorSample:

@@ -5,7 +5,7 @@ of some leaves only: a sub-group, called wave in the code. Each parameter is in 
 wave starts with the hyperparameters and counters that the first wave had after the hooks. If the update cannot be split
 (`UpdateTraits.in_parts` is False), there is one wave. A wrapper around the optimizer's `step` is also called once, and
 all waves run inside of it. While one wave is updated, the next one is prefetched, and the previous one is written back
-and all-gathered. If all-gathers run between devices, groups on the device are also updated in several waves.
+and all-gathered. If all-gathers run between devices or hosts, groups in memory are also updated in several waves.
 """
 
 from __future__ import annotations
