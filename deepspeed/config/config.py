@@ -121,6 +121,7 @@ class DeepSpeedConfig:
         self.gradient_predivide_factor = top.gradient_predivide_factor
         self.gradient_allreduce_op = top.gradient_allreduce_op
         self.dataloader_drop_last = top.dataloader_drop_last
+        self.dataloader_carry_last = top.dataloader_carry_last
         self.wall_clock_breakdown = top.wall_clock_breakdown
         self.memory_breakdown = top.memory_breakdown
         self.dump_state = top.dump_state

@@ -43,7 +43,7 @@ OUTLOOKS = (
     Outlook(
         "hybrid_engine.inference_tp_size hybrid_engine.enable_cuda_graph", "generation over several ranks and on GPUs"
     ),
-    Outlook("data_efficiency.* curriculum_learning.*", "data efficiency"),
+    Outlook("data_efficiency.data_routing.* curriculum_learning.*", "data efficiency"),
     Outlook(
         "zero_optimization.mics_hierarchical_params_gather sparse_gradients",
         "quantized communication",

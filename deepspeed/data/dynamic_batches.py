@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -177,31 +177,45 @@ class TokenBatchSampler(Sampler[list[int]]):
     ) -> None:
         if not 0 <= rank < world or accumulation < 1:
             raise ArgumentError(f"rank {rank} of {world} with {accumulation} micro-batches in a step")
-        self._lengths, self._budget = checked_lengths(lengths), max_tokens
-        self._rank, self._world, self._multiple = rank, world, world * accumulation
+        self.lengths, self._budget = checked_lengths(lengths), max_tokens
+        self._rank, self.world, self._multiple = rank, world, world * accumulation
         self._order: Order = order
         self._seed, self._options = seed, options
+        self._sizes: list[Array] = []  # of the steps of each epoch, once they are asked for
         self.set_epoch(0)
         if len(self.batches.left_out):
-            warn_once(f"{len(self.batches.left_out)} of {len(self._lengths)} samples are in no batch of tokens")
+            warn_once(f"{len(self.batches.left_out)} of {len(self.lengths)} samples are in no batch of tokens")
 
     def set_epoch(self, epoch: int) -> None:
         """Form the micro-batches of an epoch, the same on all ranks."""
-        self.epoch = epoch
+        self.epoch, self.batches = epoch, self._batches(epoch)
+
+    def _batches(self, epoch: int) -> TokenBatches:
         seed: Any = [self._seed, epoch]
-        whole = token_batches(self._lengths, self._budget, self._order, seed, **self._options)
-        self.batches = whole.evened(self._multiple)
+        whole = token_batches(self.lengths, self._budget, self._order, seed, **self._options)
+        return whole.evened(self._multiple)
 
     @property
     def step_sizes(self) -> Array:
         """Return the number of samples of each optimizer step, over all ranks."""
         return self.batches.counts.reshape(-1, self._multiple).sum(axis=1)
 
+    def step_size(self, step: int) -> int:
+        """Return the number of samples of an optimizer step, over all ranks; steps count from 0 over all epochs."""
+        while step >= sum(map(len, self._sizes)):
+            batches = self._batches(len(self._sizes))
+            self._sizes.append(batches.counts.reshape(-1, self._multiple).sum(axis=1))
+        for sizes in self._sizes:
+            if step < len(sizes):
+                return int(sizes[step])
+            step -= len(sizes)
+        raise AssertionError("unreachable: the sizes above cover the step")
+
     def __len__(self) -> int:
-        return len(self.batches) // self._world
+        return len(self.batches) // self.world
 
     def __iter__(self) -> Iterator[list[int]]:
-        for ids in self.batches.of_rank(self._rank, self._world):
+        for ids in self.batches.of_rank(self._rank, self.world):
             yield ids.tolist()
 
 
@@ -285,7 +299,7 @@ class VariableBatchSizeLR:
     Args:
         lr_scheduler: scheduler of the rates for `base_batch_size`.
         base_batch_size: number of samples for which its rates were chosen.
-        batch_sizes: number of samples of each step; after the last, the first follows.
+        batch_sizes: number of samples of each step; after the last, the first follows. Or a function of the step.
         dataloader: has no effect; upstream's argument.
         lr_scaling_method: as in `scale_lr`.
         last_epoch: number of steps before the first, less one.
@@ -299,19 +313,19 @@ class VariableBatchSizeLR:
         self,
         lr_scheduler: Any,
         base_batch_size: int,
-        batch_sizes: Sequence[int],
+        batch_sizes: Sequence[int] | Callable[[int], int],
         dataloader: Any = None,
         lr_scaling_method: str | None = "linear",
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        if not len(batch_sizes):
+        if not callable(batch_sizes) and not len(batch_sizes):
             raise ArgumentError("batch_sizes is empty; it needs the number of samples of each step")
-        for size in {int(size) for size in batch_sizes}:
+        for size in {base_batch_size} if callable(batch_sizes) else {int(size) for size in batch_sizes}:
             scale_lr(base_batch_size, size, method=lr_scaling_method)
         self.base_lr_scheduler, self.optimizer = lr_scheduler, lr_scheduler.optimizer
         self.base_batch_size, self.lr_scaling_method = base_batch_size, lr_scaling_method
-        self.batch_sizes = [int(size) for size in batch_sizes]
+        self.batch_sizes = batch_sizes if callable(batch_sizes) else [int(size) for size in batch_sizes]
         self.verbose = verbose
         self.last_epoch = last_epoch + 1
         self._scale()
@@ -323,7 +337,8 @@ class VariableBatchSizeLR:
 
     def _scale(self) -> None:
         self._plain = [float(group["lr"]) for group in self.optimizer.param_groups]
-        size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
+        sizes = self.batch_sizes
+        size = sizes(self.last_epoch) if callable(sizes) else sizes[self.last_epoch % len(sizes)]
         self._set([scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method) for rate in self._plain])
         if self.verbose:
             log_rank0(f"step {self.last_epoch}: batch of {size} samples, learning rates {self.get_last_lr()}")
@@ -356,7 +371,7 @@ class VariableBatchSizeLR:
             "base_lr_scheduler": self.base_lr_scheduler.state_dict(),
             "base_batch_size": self.base_batch_size,
             "lr_scaling_method": self.lr_scaling_method,
-            "batch_sizes": self.batch_sizes,
+            "batch_sizes": None if callable(self.batch_sizes) else self.batch_sizes,
             "base_lrs": self._plain,
             "last_epoch": self.last_epoch,
         }
@@ -366,6 +381,8 @@ class VariableBatchSizeLR:
         self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
         self.base_batch_size = state_dict["base_batch_size"]
         self.lr_scaling_method = state_dict["lr_scaling_method"]
-        self.batch_sizes, self.last_epoch = list(state_dict["batch_sizes"]), state_dict["last_epoch"]
+        if not callable(self.batch_sizes):
+            self.batch_sizes = list(state_dict["batch_sizes"])
+        self.last_epoch = state_dict["last_epoch"]
         self._set(state_dict["base_lrs"])
         self._scale()

@@ -28,7 +28,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save.save import Background, Contents, Saving, Target
 from deepspeed.checkpoint.save.save_plan import Snapshot, capture
 from deepspeed.comm.process_groups.process_group import get_local_rank
-from deepspeed.engine.data_loading import DeepSpeedDataLoader
+from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
@@ -185,7 +185,7 @@ class RunState:
         """
         seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
         if isinstance(loader, DeepSpeedDataLoader):
-            loader.rewind(seen * then["micro"] * then["ranks"])
+            loader.rewind(seen * then["ranks"], then["micro"])
         self._state.micro_steps -= seen
         log_rank0(
             f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which starts again: "

@@ -49,6 +49,7 @@ from deepspeed.engine.client_support import (
 )
 from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.compression import CompressionHooks
+from deepspeed.engine.data_sampling import scaled_scheduler
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.expert_parallel import ExpertAccessors, divide_experts_of
@@ -241,6 +242,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self.lr_scheduler = make_scheduler(lr_scheduler, resolved, chosen)
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+            self.lr_scheduler = scaled_scheduler(self._state, self.training_dataloader, self.lr_scheduler)
         self._compressing.start()
         self._reports.say_plan()
         self._preemption.listen()

@@ -9,7 +9,7 @@ import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.client_support import loss_is_divided
-from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
@@ -59,6 +58,19 @@ _PAIRS = {
     BACKWARD_REDUCE: (BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER),
     STEP: (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
 }
+
+
+def tokens_in(inputs: Iterable[Any]) -> int:
+    """Return the size of the first tensor of integers with two or more dims, also in dicts; 0 if there is none."""
+    for value in inputs:
+        if isinstance(value, dict):
+            tokens = tokens_in(value.values())
+            if tokens:
+                return tokens
+        elif isinstance(value, torch.Tensor) and value.dim() > 1:
+            if not value.dtype.is_floating_point and value.dtype != torch.bool:
+                return value.numel()
+    return 0
 
 
 class StepTimers:

@@ -12,8 +12,10 @@ from deepspeed.checkpoint.compat.upstream_write import SCRIPTS
 from deepspeed.comm.process_groups.axis import get_own_group
 from deepspeed.comm.process_groups.process_group import get_backend
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.data.curriculum_sampler import CurriculumSampler
+from deepspeed.engine.data_sampling import loader_of, sampling_of
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import UsageError
 from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -80,9 +82,31 @@ class ProgramAttributes:
         """Return 0.0, in place of the seconds of graph compilation, which are not measured."""
         return 0.0
 
+    def curriculum_learning_enabled(self) -> bool:
+        """Return whether the JSON asks for `training_data` sampled by difficulty."""
+        sampling = sampling_of(self._state)
+        return sampling is not None and sampling.curriculum_learning.enabled
+
     def set_data_post_process_func(self, post_process_func: Any) -> None:
-        """Raise NotAvailableError: post-processing of batches is not available."""
-        raise NotAvailableError("set_data_post_process_func is not available yet: it belongs to data efficiency")
+        """Set a function that changes every batch of `training_dataloader`: (batch, state of the sampler) → batch.
+
+        The state has "current_difficulties" by metric if `training_data` is sampled by difficulty.
+
+        Raises:
+            UsageError: the engine has no loader of `training_data`.
+        """
+        loader_of(self._state).set_post_process(post_process_func)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Any]) -> None:
+        """Set functions from step (from 1) to difficulty, by metric, of schedules of the type "custom".
+
+        Raises:
+            UsageError: `training_data` is not sampled by difficulty, a metric is unknown or has another schedule.
+        """
+        sampler = loader_of(self._state).batch_sampler
+        if not isinstance(sampler, CurriculumSampler):
+            raise UsageError("training_data is not sampled by difficulty: enable data_sampling.curriculum_learning")
+        sampler.set_schedules(schedule_func_dict)
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Log the time of a forward pass, `fwd_time` in milliseconds."""

@@ -14,7 +14,8 @@ import torch
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.process_groups.axis import tag_of
-from deepspeed.engine.data_loading import DeepSpeedDataLoader
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.engine.data_sampling import configured_sampler, sampling_of
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.metrics import Instruments
 from deepspeed.errors import DataError
@@ -185,17 +186,23 @@ class TrainLoop:
             batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
             route: "train": shuffle; any other value: keep the order.
             pin_memory: page-lock batches if there is a device.
-            data_sampler: replacement for the distributed sampler.
+            data_sampler: replacement for the distributed sampler, and for that of `data_efficiency.data_sampling`.
             collate_fn: as in torch's DataLoader.
             num_local_io_workers: number of loader processes; None: 0.
 
         Raises:
             DataError: the dataset is unsuitable or empty; see `DeepSpeedDataLoader`.
+            DeepSpeedConfigError: `data_efficiency.data_sampling` has a wrong key.
         """
-        sequence = self._state.axes.mesh.axis("sp")
+        sequence, micro = self._state.axes.mesh.axis("sp"), batch_size or self._state.window.micro
+        sampling = sampling_of(self._state)
+        if data_sampler is None and route == "train":
+            data_sampler = configured_sampler(self._state, dataset, micro)
+            if data_sampler is not None and sampling is not None:
+                pin_memory, num_local_io_workers = sampling.pin_memory, sampling.num_workers
         return DeepSpeedDataLoader(
             dataset,
-            batch_size or self._state.window.micro,
+            micro,
             rank=self._state.axes.data.rank,
             world=self._state.axes.data.size,
             sampler=data_sampler,
@@ -204,6 +211,7 @@ class TrainLoop:
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
             drop_last=self._state.ds_config.dataloader_drop_last,
+            carry_last=self._state.ds_config.dataloader_carry_last,
             part=partial(slice_batch, axis=sequence) if sequence.size > 1 else None,
         )
 

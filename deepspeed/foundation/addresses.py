@@ -26,7 +26,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.engine.engine": "DeepSpeedEngine DeepSpeedHybridEngine",
         "deepspeed.engine.pipeline_engine": "PipelineEngine",
         "deepspeed.pipe": "PipelineModule",
-        "deepspeed.engine.data_loading": "DeepSpeedDataLoader",
+        "deepspeed.data.loader": "DeepSpeedDataLoader",
         "deepspeed.config": "DeepSpeedConfig",
         "deepspeed.errors": "DeepSpeedConfigError",
         "deepspeed.zero.optimizer.optimizer": "DeepSpeedOptimizer=ZeroOptimizer",
@@ -136,9 +136,10 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         "deepspeed.data.dynamic_batches": "VariableBatchSizeLR batch_by_seqlens scale_lr",
+        "deepspeed.engine.data_sampling": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
     },
     "deepspeed.runtime.dataloader": {
-        "deepspeed.engine.data_loading": "DeepSpeedDataLoader RepeatingLoader",
+        "deepspeed.data.loader": "DeepSpeedDataLoader RepeatingLoader",
     },
     "deepspeed.runtime.engine": {
         "deepspeed.engine.engine": "DeepSpeedEngine",
@@ -271,7 +272,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {
         "deepspeed.foundation.script_helpers": "OnDevice",
-        "deepspeed.engine.data_loading": "RepeatingLoader",
+        "deepspeed.data.loader": "RepeatingLoader",
         "deepspeed.zero.layout.units": (
             "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.base_model import Int, Section, key, later
+from deepspeed.config.base_model import Int, Section, key, later, moot
 
 
 class CurriculumMetric(Section):
     """Block `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`: measure of difficulty."""
 
     open_names = True
-    index_to_sample_path: str | None = later(None, "file of the data analysis: row i lists the samples of difficulty i")
-    index_to_metric_path: str | None = later(None, "file of the data analysis: row i holds the number of difficulty i")
-    difficulty_type: Literal["value", "percentile"] | None = later(None, "what the numbers are")
-    clustering_type: Literal["schedule_based", "single_cluster"] = later("schedule_based", "how samples are dealt")
-    min_difficulty: Int | None = later(None, "difficulty at the start")
-    max_difficulty: Int | None = later(None, "difficulty at the end")
-    schedule_type: str | None = later(None, "fixed_linear, fixed_root, fixed_discrete or custom")
-    schedule_config: dict[str, Any] | None = later(None, "numbers of the schedule")
+    index_to_sample_path: str | None = key(None, "file of the data analysis: row i lists the samples of difficulty i")
+    index_to_metric_path: str | None = key(None, "file of the data analysis: row i holds the number of difficulty i")
+    difficulty_type: Literal["value", "percentile"] | None = key(None, "what the numbers are")
+    clustering_type: Literal["schedule_based", "single_cluster"] = key("schedule_based", "how samples are dealt")
+    min_difficulty: Int | None = key(None, "difficulty at the start")
+    max_difficulty: Int | None = key(None, "difficulty at the end")
+    schedule_type: str | None = key(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: dict[str, Any] | None = key(None, "numbers of the schedule")
 
 
 class DataCurriculum(Section):
@@ -26,9 +26,11 @@ class DataCurriculum(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "easy samples first")
-    data_cluster_path: str | None = later(None, "folder of the sample lists")
-    curriculum_metrics: dict[str, CurriculumMetric] = later({}, "what makes a sample hard")
+    enabled: bool = key(False, "easy samples first")
+    data_cluster_path: str | None = moot(
+        None, "folder of the sample lists", "lists of samples are computed from the indexes again when a run resumes"
+    )
+    curriculum_metrics: dict[str, CurriculumMetric] = key({}, "what makes a sample hard")
 
 
 class DynamicBatching(Section):
@@ -36,14 +38,16 @@ class DynamicBatching(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "batches of equal token count")
-    metrics_path: str | None = later(None, "file of sample lengths")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = later("linear", "learning rate by batch size")
-    min_batch_size: Int = later(1, "fewest samples", ge=1)
-    max_batch_size: Int | None = later(None, "maximum number of samples", ge=1)
-    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = later("dataloader", "order of samples")
-    max_tokens: Int | None = later(None, "maximum number of tokens", ge=1)
-    verbose: bool = later(False, "print each batch")
+    enabled: bool = key(False, "batches of equal token count")
+    metrics_path: str | None = key(None, "file of sample lengths")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = key("linear", "learning rate by batch size")
+    min_batch_size: Int = key(1, "fewest samples", ge=1)
+    max_batch_size: Int | None = key(None, "maximum number of samples", ge=1)
+    sequence_picking_order: Literal["dataloader", "random", "seqlen", "bucketed"] = key(
+        "dataloader", "order of samples"
+    )
+    max_tokens: Int | None = key(None, "maximum number of tokens", ge=1)
+    verbose: bool = key(False, "print each batch")
 
 
 class DataSampling(Section):
@@ -51,10 +55,10 @@ class DataSampling(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "sample by difficulty or length")
-    num_epochs: Int = later(1000, "epochs", ge=1)
-    num_workers: Int = later(0, "loader processes", ge=0)
-    pin_memory: bool = later(False, "page-locked host memory")
+    enabled: bool = key(False, "sample by difficulty or length")
+    num_epochs: Int = key(1000, "epochs", ge=1)
+    num_workers: Int = key(0, "loader processes", ge=0)
+    pin_memory: bool = key(False, "page-locked host memory")
     curriculum_learning: DataCurriculum = key(DataCurriculum, "easy samples first")
     dynamic_batching: DynamicBatching = key(DynamicBatching, "batches of equal token count")
 
@@ -87,8 +91,8 @@ class DataRouting(Section):
 class DataEfficiency(Section):
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "curriculum, dynamic batches, token dropping")
-    seed: Int = later(1234, "random seed")
+    enabled: bool = key(False, "curriculum, dynamic batches, token dropping")
+    seed: Int = key(1234, "random seed")
     data_sampling: DataSampling = key(DataSampling, "which samples")
     data_routing: DataRouting = key(DataRouting, "which tokens")
 

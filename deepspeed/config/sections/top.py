@@ -82,6 +82,7 @@ class TopLevel(Section):
     gradient_clipping: float = key(0.0, "largest global gradient norm; 0 or absent is off", ge=0)
     steps_per_print: Interval | None = key(None, "optimizer steps between progress lines; inf or null: none")
     dataloader_drop_last: bool = key(False, "drop a short last batch of training_data")
+    dataloader_carry_last: bool = key(False, "fill the last batch of an epoch of training_data from the next epoch")
     optimizer: Optimizer | None = key(None, "the optimizer; one given to initialize wins")
     scheduler: SchedulerConfig | None = key(None, "the learning-rate schedule; one given to initialize wins")
     auto_cast: bool = key(True, "cast floating inputs where they enter a module with lower-precision parameters")

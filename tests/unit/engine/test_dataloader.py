@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from deepspeed.engine.data_loading import DeepSpeedDataLoader, RepeatingLoader, tokens_in
+from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.engine.metrics import tokens_in
 from deepspeed.engine.train_loop import count_samples, equal_steps
 from deepspeed.errors import DataError
 
@@ -215,7 +216,7 @@ def test_a_pass_goes_on_from_a_saved_position(kind: Any, world: int, other: int)
     passes = [iter(loader) for loader in before]
     first = flat([next(batches).tolist() for batches in passes])
     state = before[0].state_dict()
-    assert state == {"epoch": 0, "seen": 2 * world}
+    assert state == {"epoch": 0, "seen": 2 * world} | ({"samples": 24} if kind is Numbers else {})
     after = [DeepSpeedDataLoader(kind(24), 2, rank=r, world=other) for r in range(other)]
     for loader in after:
         loader.load_state_dict(state)
@@ -231,10 +232,10 @@ def test_positions() -> None:
     loader = DeepSpeedDataLoader(Numbers(8), 2)
     batches = RepeatingLoader(loader)
     seen = [next(batches).tolist() for _ in range(6)]
-    assert loader.state_dict() == {"epoch": 1, "seen": 4}
-    loader.rewind(2)
+    assert loader.state_dict() == {"epoch": 1, "seen": 4, "samples": 8}
+    loader.rewind(1, 2)
     assert next(batches).tolist() == seen[5]  # the pass under way goes back too
-    loader.rewind(6)
+    loader.rewind(3, 2)
     assert [next(batches).tolist() for _ in range(3)] == seen[3:]
     loader.load_state_dict({"epoch": 0, "seen": 8})
     assert next(batches).tolist() == seen[4]  # that epoch is over

@@ -1,0 +1,309 @@
+"""Data loader of `training_data`: each data-parallel rank reads its part of every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from deepspeed.comm.process_groups.mesh import DATA, current_mesh
+from deepspeed.data.curriculum_sampler import CurriculumSampler
+from deepspeed.data.dynamic_batches import TokenBatchSampler
+from deepspeed.data.positions import (
+    LastBatch,
+    OrderedPosition,
+    Position,
+    SkippingPosition,
+    StreamPosition,
+    TokenBatchPosition,
+)
+from deepspeed.data.sample_order import EpochOrder
+from deepspeed.errors import DataError
+from deepspeed.foundation.log import log_once, log_rank0
+from deepspeed.foundation.spans import LOADER, recorder
+
+_END = object()
+
+
+class DeepSpeedDataLoader:
+    """A torch DataLoader over this rank's share of a dataset, with a position that a checkpoint keeps.
+
+    The position is what was handed out, so it does not depend on the loader's processes, and it counts the samples of
+    all ranks, so a run goes on from it with another number of ranks. A map-style dataset is read in the order of
+    torch's DistributedSampler, a `Mixture` in its own; every rank gets equally many samples, by repeating a few (with
+    `drop_last`: dropping a few, with `carry_last`: filling the last batch from the next epoch, so that every sample is
+    used once in each epoch). An iterable dataset is split by position by one process, and its remainder is dropped or
+    carried.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        rank: int | None = None,
+        world: int | None = None,
+        sampler: Sampler[Any] | None = None,
+        shuffle: bool = True,
+        part: Callable[[Any], Any] | None = None,
+        **loader: Any,
+    ) -> None:
+        """Create the loader.
+
+        Args:
+            dataset: map-style dataset, or an iterable that yields the same samples on every rank.
+            batch_size: samples of a micro-batch on one rank (`train_micro_batch_size_per_gpu`).
+            rank: data-parallel rank; None: that of the newest engine, else of the process group.
+            world: data-parallel size, as `rank`.
+            sampler: selects this rank's indices (a `TokenBatchSampler`, `CurriculumSampler`: batches of them) instead
+                of the default.
+            shuffle: draw a new order in each epoch, the same on all ranks.
+            part: function that returns this rank's part of a batch; None: the whole batch.
+            loader: `seed` of the order (0), `carry_last` (False), and further arguments of torch's DataLoader, such as
+                collate_fn and drop_last.
+
+        Raises:
+            DataError: the object is not a dataset, is empty, or too small for one batch; or `sampler` or collate_fn is
+                unsuitable.
+        """
+        rank, world = _place(rank, world)
+        self.batch_size, self.world, self._part = batch_size, world, part
+        self.epoch = 0  # epoch of the next pass
+        self._running, self._taken = 0, 0  # epoch of the current pass, number of its batches so far
+        self._resume_at, self._loads = 0, 0  # position at which the next pass begins, number of loaded states
+        self._carried = False  # whether that position is where the last pass ended
+        self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        seed, last = loader.pop("seed", 0), _last_batch(loader)
+        _check(dataset, loader.get("collate_fn"))
+        self._position: Position
+        batches: dict[str, Any] = {"batch_size": batch_size}
+        if isinstance(dataset, IterableDataset):
+            self._position = dataset = _split(dataset, sampler, StreamPosition(dataset, rank, world, batch_size, last))
+            loader["num_workers"] = _one_reader(dataset, loader.get("num_workers", 0))
+        elif isinstance(sampler, (TokenBatchSampler, CurriculumSampler)):
+            self._position = TokenBatchPosition(sampler) if isinstance(sampler, TokenBatchSampler) else sampler
+            batches = {"batch_sampler": self._position}
+            loader.pop("drop_last", None)
+        elif sampler is not None:
+            self._position = batches["sampler"] = SkippingPosition(sampler, world)
+        else:
+            if not len(dataset):  # type: ignore[arg-type]
+                raise DataError("training_data has no samples")
+            ordered = getattr(dataset, "sample_order", None)
+            order = EpochOrder(len(dataset), seed, shuffle) if ordered is None else ordered(seed, shuffle)  # type: ignore[arg-type]
+            self._position = batches["sampler"] = OrderedPosition(order, rank, world, batch_size, last)
+        # what one batch of this rank adds to the position
+        self._unit = world if isinstance(sampler, TokenBatchSampler) else batch_size * world
+        self.loader = DataLoader(dataset, **batches, **loader)
+        if not isinstance(dataset, IterableDataset) and not len(self.loader):
+            raise DataError(
+                f"training_data has {len(dataset)} samples; with drop_last, {world} data-parallel ranks and a "  # type: ignore[arg-type]
+                f"micro-batch of {batch_size} no rank gets a full batch: use a smaller micro-batch or drop_last=False"
+            )
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """Return the dataset (for an iterable dataset: this rank's share)."""
+        return self.loader.dataset
+
+    @property
+    def batch_sampler(self) -> TokenBatchSampler | CurriculumSampler | None:
+        """Return the sampler that forms this rank's batches; None: batches have a fixed size."""
+        position = self._position
+        if isinstance(position, TokenBatchPosition):
+            return position.sampler
+        return position if isinstance(position, CurriculumSampler) else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass, which determines the order of samples; each later pass adds one."""
+        if self._carried and epoch != self.epoch:
+            self._resume_at = 0
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over one epoch; a loaded state continues in the middle of its epoch."""
+        loads = -1
+        while loads != self._loads:
+            loads = self._loads
+            resumed, batch = bool(self._resume_at), _END
+            for batch in self._pass():
+                yield batch
+                if loads != self._loads:
+                    break
+            if resumed and batch is _END:  # the position was the end of a stream, whose length was not known
+                loads = -1
+
+    def _pass(self) -> Iterator[Any]:
+        self._position.set_epoch(self.epoch)
+        self._running, self._taken = self.epoch, 0
+        self.epoch += 1
+        self._position.start, self._resume_at, self._carried = self._resume_at, 0, False
+        # torch draws a seed for the workers when a pass begins; a continued pass has drawn it before.
+        drawn = torch.get_rng_state()
+        batches = iter(self.loader)
+        if self._position.start:
+            torch.set_rng_state(drawn)
+        while True:
+            with recorder.span(LOADER, "next batch"):
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._taken += 1
+            if self._post_process is not None:
+                batch = self._post_process(batch, self._curriculum() or {})
+            yield batch if self._part is None else self._part(batch)
+        ahead, self._resume_at = self._position.after(self._position.start + self._taken * self._unit)
+        self._carried = self._resume_at > 0
+        self.epoch += ahead - 1
+        self._position.start = self._taken = 0
+        self._running = self.epoch
+
+    def set_post_process(self, function: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Call `function(batch, state)` for every batch, and use what it returns.
+
+        With a `CurriculumSampler`, the state has "current_difficulties" by metric and "curriculum_step"; else it is
+        empty.
+        """
+        self._post_process = function
+
+    def _curriculum(self) -> dict[str, Any] | None:
+        """Return the state of a `CurriculumSampler` at what was handed out."""
+        position = self._position
+        return position.state_at(self._seen()) if isinstance(position, CurriculumSampler) else None
+
+    def _seen(self) -> int:
+        return (self._resume_at or self._position.start) + self._taken * self._unit
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position.
+
+        "epoch": current epoch; "seen": how many of its samples (with batches of tokens: micro-batches) all ranks
+        together have read; "samples": size of the dataset, if it has one; "curriculum": state of a
+        `CurriculumSampler`.
+        """
+        begun = self._resume_at or self._position.start
+        epoch = self.epoch if self._resume_at or not (self._taken or begun) else self._running
+        state: dict[str, Any] = {"epoch": epoch, "seen": self._seen()}
+        if not isinstance(self.dataset, IterableDataset):
+            state["samples"] = len(self.dataset)  # type: ignore[arg-type]
+        curriculum = self._curriculum()
+        return state if curriculum is None else {**state, "curriculum": curriculum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of a `state_dict`, which may be of another number of ranks or batch size."""
+        if isinstance(self._position, CurriculumSampler) and "curriculum" in state:
+            self._position.load(state["curriculum"])
+        self.epoch, self._position.start = state["epoch"], state["seen"]
+        samples = None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
+        if samples is not None and state.get("samples", samples) != samples:
+            log_rank0(
+                f"the dataset has {samples} samples, and had {state['samples']} when its position was saved: the order "
+                f"of epoch {state['epoch']} is another one, and goes on at position {state['seen']}"
+            )
+        self._position.set_epoch(self.epoch)
+        if samples is not None and not len(self.loader):  # that epoch is over
+            ahead, self._position.start = self._position.after(state["seen"])
+            self.epoch += ahead
+        self._resume_at, self._taken, self._carried = self._position.start, 0, False
+        self._loads += 1
+
+    def rewind(self, batches: int, size: int) -> None:
+        """Move the position back, so that micro-batches are read again.
+
+        Args:
+            batches: number of micro-batches, counted over all ranks.
+            size: samples of each.
+        """
+        state = {name: value for name, value in self.state_dict().items() if name != "curriculum"}
+        epoch, seen = (
+            state["epoch"],
+            state["seen"] - batches * (1 if isinstance(self._position, TokenBatchPosition) else size),
+        )
+        if seen < 0 and epoch and isinstance(self._position, OrderedPosition):
+            epoch, seen = epoch - 1, seen + len(self._position.order)
+        self.load_state_dict({**state, "epoch": epoch, "seen": max(0, seen)})
+
+
+def _place(rank: int | None, world: int | None) -> tuple[int, int]:
+    """Return data-parallel rank and size; those that are None are the process's."""
+    if rank is None and world is None and dist.is_initialized():
+        data = current_mesh().axis(*DATA)
+        return data.rank, data.size
+    return rank or 0, world or 1
+
+
+def _last_batch(loader: dict[str, Any]) -> LastBatch:
+    """Return what happens at the end of an epoch, from arguments of a loader; `carry_last` is taken out."""
+    carry = loader.pop("carry_last", False)
+    if carry and loader.get("drop_last"):
+        raise DataError("drop_last and carry_last exclude each other: the last samples are dropped or carried over")
+    return "carry" if carry else "drop" if loader.get("drop_last") else "pad"
+
+
+def _check(dataset: object, collate: object) -> None:
+    """Raise DataError if an object is no dataset, or a collate_fn no function."""
+    if isinstance(dataset, DataLoader):
+        raise DataError("training_data is a DataLoader; pass its dataset, or loop over the DataLoader yourself")
+    if collate is not None and not callable(collate):
+        raise DataError(f"collate_fn is a {type(collate).__name__}; pass a function that makes a batch of samples")
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"training_data is a {type(dataset).__name__}, which has no length; pass a map-style dataset, a list "
+            f"or a torch IterableDataset"
+        )
+
+
+def _split(stream: IterableDataset[Any], sampler: object, position: StreamPosition) -> StreamPosition:
+    if sampler is not None:
+        raise DataError("a sampler chooses indices, but training_data is an IterableDataset, which has none")
+    if position.world > 1:
+        log_once(
+            f"{type(stream).__name__} is split by position over {position.world} data-parallel ranks; a stream that "
+            "already yields other samples on each rank should go into a DataLoader of its own"
+        )
+    return position
+
+
+def _one_reader(position: StreamPosition, workers: int) -> int:
+    """Return the number of the loader's processes: one at most, since each of several would read the whole stream."""
+    if workers > 1:
+        log_once(
+            f"{type(position.stream).__name__} is read by one process of the loader instead of {workers}: each would "
+            "yield all of its samples"
+        )
+    return min(workers, 1)
+
+
+class RepeatingLoader:
+    """An endless iterator that restarts a loader whenever it ends.
+
+    Example:
+        batches = RepeatingLoader(loader)
+        batch = next(batches)
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Start the first pass over `loader`, an iterable that can be iterated repeatedly."""
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; raises DataError if the restarted loader yields nothing."""
+        for batch in self.data_iter:
+            return batch
+        self.data_iter = iter(self.loader)
+        for batch in self.data_iter:
+            return batch
+        raise DataError(
+            f"RepeatingLoader: {type(self.loader).__name__} gives no batch when started again; it is empty, or an "
+            "iterator or generator that can be read once (pass the object that makes it)"
+        )

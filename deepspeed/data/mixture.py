@@ -1,0 +1,157 @@
+"""Mixtures of datasets by shares of tokens or samples, exact at every position and without any state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from deepspeed.data.index_lists import Array
+from deepspeed.data.sample_order import ComputedPermutation
+from deepspeed.errors import DataError
+
+
+class MixtureOrder:
+    """Order of a mixture: sample j of source k stands at time (j + 1/2) / share k, and the sources are merged by time.
+
+    So the number of samples from a source never differs by more than about one from its share, and the samples at any
+    position can be computed without those before (stride scheduling: Waldspurger and Weihl, 1995). A source that ends
+    starts again in another order.
+
+    Args:
+        counts: number of samples of each source.
+        shares: share of samples from each source; they add up to 1.
+        samples: number of samples in an epoch.
+        seed: seed of the order inside the sources.
+        shuffle: whether the order inside the sources is random.
+    """
+
+    def __init__(self, counts: Array, shares: Array, samples: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.counts, self.shares, self.samples = counts, shares, samples
+        self.seed, self.shuffle = seed, shuffle
+        self._offsets = np.concatenate([[0], np.cumsum(counts)])
+        self._mixed = np.flatnonzero(shares > 0)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def indices(self, epoch: int, start: int, stop: int) -> Array:
+        sources, numbers = self.samples_of(epoch * self.samples + start, epoch * self.samples + stop)
+        found = np.empty(len(sources), np.int64)
+        for source in np.unique(sources):
+            places = np.flatnonzero(sources == source)
+            cycles, positions = np.divmod(numbers[places], self.counts[source])
+            for cycle in np.unique(cycles):
+                of_cycle = cycles == cycle
+                found[places[of_cycle]] = self._offsets[source] + self._order(source, cycle, positions[of_cycle])
+        return found
+
+    def _order(self, source: int, cycle: int, positions: Array) -> Array:
+        if not self.shuffle:
+            return positions
+        return ComputedPermutation(int(self.counts[source]), self.seed, int(source), int(cycle))(positions)
+
+    def _until(self, time: float) -> Array:
+        """Return how many samples of each mixed source stand at or before a time, by the same formula as the times."""
+        shares = self.shares[self._mixed]
+        number = np.floor(time * shares + 0.5).astype(np.int64).clip(0)
+        number -= (number - 0.5) / shares > time
+        return number + ((number + 0.5) / shares <= time)
+
+    def samples_of(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Return source and number inside the source of the samples at positions of the whole stream."""
+        margin = len(self._mixed)
+        first, last = self._until(max(0.0, float(start - margin))), self._until(float(stop + margin))
+        many = last - first
+        sources = np.repeat(self._mixed, many)
+        numbers = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first, many)
+        order = np.lexsort((sources, (numbers + 0.5) / self.shares[sources]))
+        order = order[start - first.sum() : stop - first.sum()]
+        return sources[order], numbers[order]
+
+
+class Mixture(Dataset[Any]):
+    """Several datasets as one, from which each step takes samples by the sources' shares.
+
+    Pass it as `training_data`, or to `DeepSpeedDataLoader`. An epoch has as many samples as the sources together;
+    small sources with large shares are repeated in it.
+
+    Args:
+        sources: map-style datasets, in a sequence or by name.
+        weights: share of each source, in any unit; None: by size.
+        temperature: exponent 1 / temperature of the sizes, if `weights` is None: 1 is by size, larger ones raise the
+            shares of small sources.
+        by: what shares and sizes count, "tokens" or "samples".
+        tokens: number of tokens of each source; None: those of indexed datasets, from their `sizes`.
+
+    Raises:
+        DataError: there is no source, one is empty, weights do not fit, or numbers of tokens are unknown.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any] | Mapping[str, Any],
+        weights: Sequence[float] | Mapping[str, float] | None = None,
+        temperature: float = 1.0,
+        by: Literal["tokens", "samples"] = "tokens",
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        named = isinstance(sources, Mapping)
+        self.names = [str(name) for name in sources] if named else [f"source {i}" for i in range(len(sources))]
+        self.sources = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
+        self.counts = np.array([len(source) for source in self.sources], np.int64)
+        if not self.sources or not self.counts.all():
+            empty = [name for name, count in zip(self.names, self.counts, strict=True) if not count]
+            raise DataError(f"a mixture needs sources with samples; empty: {', '.join(empty) or 'the list of sources'}")
+        if by not in ("tokens", "samples") or temperature <= 0:
+            raise DataError(f"by={by!r} has to be 'tokens' or 'samples', and temperature={temperature} positive")
+        sizes = self.counts if by == "samples" else self._tokens(tokens)
+        self.weights = self._weights(weights, sizes.astype(np.float64) ** (1 / temperature))
+        rates = self.weights / (sizes / self.counts)  # samples, of which some sources have longer ones
+        self.shares = rates / rates.sum()
+        self._offsets = np.concatenate([[0], np.cumsum(self.counts)])
+
+    def _tokens(self, tokens: Sequence[int] | None) -> Array:
+        if tokens is None:
+            without = [
+                n for n, source in zip(self.names, self.sources, strict=True) if getattr(source, "sizes", None) is None
+            ]
+            if without:
+                raise DataError(
+                    f"the number of tokens of {', '.join(without)} is unknown: pass tokens=[…], or by='samples'"
+                )
+            return np.array([np.sum(source.sizes, dtype=np.int64) for source in self.sources])
+        if len(tokens) != len(self.sources) or min(tokens) < 1:
+            raise DataError(f"tokens has {len(tokens)} numbers for {len(self.sources)} sources; each is at least 1")
+        return np.array(tokens, np.int64)
+
+    def _weights(self, weights: Sequence[float] | Mapping[str, float] | None, sizes: Array) -> Array:
+        if weights is None:
+            return sizes / sizes.sum()
+        if isinstance(weights, Mapping):
+            unknown, missing = set(weights) - set(self.names), set(self.names) - set(weights)
+            if unknown or missing:
+                raise DataError(f"weights: unknown {sorted(unknown)}, missing {sorted(missing)} of {self.names}")
+            weights = [weights[name] for name in self.names]
+        values = np.array(weights, np.float64)
+        if values.shape != sizes.shape or not np.isfinite(values).all() or (values < 0).any() or not values.any():
+            raise DataError(f"weights {list(weights)} have to be {len(sizes)} numbers of at least 0, one of them above")
+        return values / values.sum()
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that a sample is from."""
+        return int(np.searchsorted(self._offsets, index, side="right")) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample by its index in all sources, one after the other."""
+        source = self.source_of(index)
+        return self.sources[source][int(index - self._offsets[source])]
+
+    def sample_order(self, seed: int, shuffle: bool) -> MixtureOrder:
+        """Return the order in which a loader uses the samples."""
+        return MixtureOrder(self.counts, self.shares, len(self), seed, shuffle)

@@ -1,0 +1,211 @@
+"""Loaders by the block `data_efficiency.data_sampling`: samples by difficulty, batches of equal tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Subset, default_collate
+
+from deepspeed.comm.collectives.same_error import raise_together
+from deepspeed.config.sections.data import DataSampling, DynamicBatching
+from deepspeed.data.curriculum_sampler import CurriculumSampler
+from deepspeed.data.dynamic_batches import TokenBatchSampler, VariableBatchSizeLR
+from deepspeed.data.index_lists import Array
+from deepspeed.data.indexed_dataset import MMapIndexedDataset
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.errors import DataError, DeepSpeedConfigError, UsageError
+
+_FUNCTION = "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
+
+
+def sampling_of(state: EngineState) -> DataSampling | None:
+    """Return the block `data_efficiency.data_sampling` if it and the block around it are enabled."""
+    block = state.ds_config.top.data_efficiency
+    return block.data_sampling if block.enabled and block.data_sampling.enabled else None
+
+
+def configured_sampler(state: EngineState, dataset: Any, micro: int) -> CurriculumSampler | TokenBatchSampler | None:
+    """Return the sampler that the JSON asks for, or None. All ranks must call this.
+
+    Raises:
+        DeepSpeedConfigError: a key is missing or wrong, or two samplers are enabled.
+        DataError: the dataset has no length, its lengths are unknown, or an index does not fit it.
+    """
+    sampling = sampling_of(state)
+    curriculum = sampling is not None and sampling.curriculum_learning.enabled
+    dynamic = sampling is not None and sampling.dynamic_batching.enabled
+    if sampling is None or not (curriculum or dynamic):
+        return None
+    if curriculum and dynamic:
+        raise DeepSpeedConfigError("data_sampling: curriculum_learning and dynamic_batching exclude each other")
+    if not hasattr(dataset, "__len__"):
+        raise DataError(f"data_sampling chooses samples by index, and a {type(dataset).__name__} has no length")
+
+    def make() -> CurriculumSampler | TokenBatchSampler:
+        if dynamic:
+            return _token_sampler(state, sampling.dynamic_batching, _lengths(sampling.dynamic_batching, dataset))
+        metrics = sampling.curriculum_learning.model_dump()["curriculum_metrics"]
+        given = {name: {k: v for k, v in metric.items() if v is not None} for name, metric in metrics.items()}
+        data, seed = state.axes.data, state.ds_config.top.data_efficiency.seed
+        return CurriculumSampler(
+            given, len(dataset), micro, data.rank, data.size, state.window.steps, seed, sampling.num_epochs
+        )  # fmt: skip
+
+    return raise_together(
+        state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no sampler of training_data: {text}")
+    )
+
+
+def _token_sampler(state: EngineState, block: DynamicBatching, lengths: Any) -> TokenBatchSampler:
+    if block.max_tokens is None:
+        raise DeepSpeedConfigError("data_efficiency.data_sampling.dynamic_batching: `max_tokens` is missing")
+    return TokenBatchSampler(
+        lengths,
+        block.max_tokens,
+        state.axes.data.rank,
+        state.axes.data.size,
+        state.window.steps,
+        block.sequence_picking_order,
+        state.ds_config.top.data_efficiency.seed,
+        min_batch_size=block.min_batch_size,
+        max_batch_size=block.max_batch_size,
+    )
+
+
+def _lengths(block: DynamicBatching, dataset: Any) -> Array:
+    """Return the number of tokens of each sample: of an analysis, or of an indexed dataset.
+
+    Raises:
+        DataError: they are unknown, or of another dataset.
+    """
+    sizes = getattr(dataset, "sizes", None)
+    if block.metrics_path:
+        index = MMapIndexedDataset(os.path.join(block.metrics_path, "seqlen", "seqlen_sample_to_metric"))
+        sizes = np.concatenate([row[:1] for row in index]) if len(index) else np.empty(0, np.int64)
+    if sizes is None:
+        raise DataError(
+            f"dynamic_batching needs the lengths of the samples: analyze them and set `metrics_path`, or make the "
+            f"loader by {_FUNCTION}(dataset, engine, dataset_seqlens=[…])"
+        )
+    if len(sizes) != len(dataset):
+        raise DataError(f"dynamic_batching: there are {len(sizes)} lengths for {len(dataset)} samples")
+    return np.asarray(sizes)
+
+
+def scaled_scheduler(state: EngineState, loader: Any, scheduler: Any) -> Any:
+    """Return a scheduler with rates scaled by the size of each step's batch, if the JSON asks for it, else `scheduler`.
+
+    Rates are those for `train_batch_size` samples.
+    """
+    sampler, sampling = getattr(loader, "batch_sampler", None), sampling_of(state)
+    if not isinstance(sampler, TokenBatchSampler) or sampling is None or scheduler is None:
+        return scheduler
+    base = state.window.micro * state.window.steps * state.axes.data.size
+    method = sampling.dynamic_batching.lr_scaling_method
+    return VariableBatchSizeLR(scheduler, base, sampler.step_size, loader, method, last_epoch=-1)
+
+
+class _Numbered(Dataset[Any]):
+    """Samples with their indices, so that a collate function can know lengths."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.dataset[index]
+
+
+class _PaddedCollate:
+    """Collate function that pads each sample to the longest of its micro-batch before it calls another one."""
+
+    def __init__(self, lengths: Any, pad: Callable[[Any, int], Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.lengths, self.pad, self.collate = lengths, pad, collate
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
+        longest = int(max(self.lengths[index] for index, _ in numbered))
+        return self.collate([self.pad(sample, longest) for _, sample in numbered])
+
+
+def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+    dataset: Any,
+    engine: Any,
+    dataset_seqlens: Sequence[int] | None = None,
+    dataset_filter_ids: Sequence[int] | None = None,
+    dataloader_collate_fn: Callable[[list[Any]], Any] | None = None,
+    sample_padding_fn: Callable[[Any, int], Any] | None = None,
+    batch_seqlens_fn: Callable[[Any], Sequence[int]] | None = None,
+) -> tuple[DeepSpeedDataLoader, Any, dict[str, Any]]:
+    """Create a loader of micro-batches of equal tokens and a scheduler whose rates follow the batches' sizes.
+
+    The engine's JSON has the block `data_efficiency.data_sampling.dynamic_batching`. The engine takes the loader as
+    its `training_dataloader`, so that checkpoints keep its position.
+
+    Args:
+        dataset: map-style dataset.
+        engine: the engine.
+        dataset_seqlens: number of tokens of each sample; None: of `metrics_path`, else of `batch_seqlens_fn`, else of
+            the dataset's `sizes`.
+        dataset_filter_ids: indices of the samples to use; None: all.
+        dataloader_collate_fn: makes a batch of a list of samples; None: torch's.
+        sample_padding_fn: (sample, length) → padded sample; None: `dataloader_collate_fn` pads.
+        batch_seqlens_fn: list of samples → their numbers of tokens.
+
+    Returns:
+        Loader; scheduler to set as `engine.lr_scheduler` (None if the engine has none); sizes: "batch_sizes" of the
+        steps of the first epoch, "dataset_seqlens".
+
+    Raises:
+        UsageError: the block is not enabled.
+        DeepSpeedConfigError: `max_tokens` is missing.
+        DataError: lengths are unknown or wrong.
+    """
+    state: EngineState = engine._state
+    sampling = sampling_of(state)
+    if sampling is None or not sampling.dynamic_batching.enabled:
+        raise UsageError(
+            f"{_FUNCTION} reads data_efficiency.data_sampling.dynamic_batching, which is not enabled: set `enabled` in "
+            "data_efficiency, data_sampling and dynamic_batching"
+        )
+    block = sampling.dynamic_batching
+    if dataset_filter_ids is not None:
+        if dataset_seqlens is not None and len(dataset_seqlens) == len(dataset):
+            dataset_seqlens = [dataset_seqlens[index] for index in dataset_filter_ids]
+        dataset = Subset(dataset, list(dataset_filter_ids))
+
+    def make() -> TokenBatchSampler:
+        lengths: Any = dataset_seqlens
+        if lengths is None and batch_seqlens_fn is not None and not block.metrics_path:
+            lengths = [int(batch_seqlens_fn([dataset[index]])[0]) for index in range(len(dataset))]
+        if lengths is None:
+            lengths = _lengths(block, dataset)
+        if len(lengths) != len(dataset):
+            raise DataError(f"there are {len(lengths)} lengths for {len(dataset)} samples")
+        return _token_sampler(state, block, lengths)
+
+    sampler = raise_together(
+        state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no batches of tokens: {text}")
+    )
+    collate: Any = dataloader_collate_fn
+    if sample_padding_fn is not None:
+        collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate or default_collate)
+        dataset = _Numbered(dataset)
+    loader = engine.deepspeed_io(
+        dataset, data_sampler=sampler, collate_fn=collate, num_local_io_workers=sampling.num_workers
+    )
+    engine.training_dataloader = loader
+    sizes = {"batch_sizes": sampler.step_sizes.tolist(), "dataset_seqlens": sampler.lengths.tolist()}
+    return loader, scaled_scheduler(state, loader, engine.lr_scheduler), sizes
+
+
+def loader_of(state: EngineState) -> DeepSpeedDataLoader:
+    """Return the engine's loader; raises UsageError if it has none of its own."""
+    if not isinstance(state.training_dataloader, DeepSpeedDataLoader):
+        raise UsageError("the engine has no loader of training_data: pass training_data to initialize")
+    return state.training_dataloader
