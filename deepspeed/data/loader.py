@@ -110,8 +110,13 @@ class DeepSpeedDataLoader:
         return self.loader.dataset
 
     @property
-    def batch_sampler(self) -> TokenBatchSampler | CurriculumSampler | None:
-        """Return the sampler that forms this rank's batches; None: batches have a fixed size."""
+    def batch_sampler(self) -> Any:
+        """Return torch's batch sampler of this rank, whose `batch_size` clients read."""
+        return self.loader.batch_sampler
+
+    @property
+    def custom_sampler(self) -> TokenBatchSampler | CurriculumSampler | None:
+        """Return the sampler that forms this rank's batches by lengths or difficulty, if there is one."""
         position = self._position
         if isinstance(position, TokenBatchPosition):
             return position.sampler
@@ -124,7 +129,16 @@ class DeepSpeedDataLoader:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.loader)
+        """Return the number of batches of a whole pass, also where the next one begins later (`remaining`)."""
+        start, self._position.start = self._position.start, 0
+        try:
+            return len(self.loader)
+        finally:
+            self._position.start = start
+
+    def remaining(self) -> int:
+        """Return the number of batches from the position to the end of the pass."""
+        return len(self.loader) - self._taken
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch; a loaded state continues in the middle of its epoch."""

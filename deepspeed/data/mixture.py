@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -111,7 +112,7 @@ class Mixture(Dataset[Any]):
         self.weights = self._weights(weights, sizes.astype(np.float64) ** (1 / temperature))
         rates = self.weights / (sizes / self.counts)  # samples, of which some sources have longer ones
         self.shares = rates / rates.sum()
-        self._offsets = np.concatenate([[0], np.cumsum(self.counts)])
+        self._offsets: list[int] = [0, *np.cumsum(self.counts).tolist()]
 
     def _tokens(self, tokens: Sequence[int] | None) -> Array:
         if tokens is None:
@@ -141,16 +142,16 @@ class Mixture(Dataset[Any]):
         return values / values.sum()
 
     def __len__(self) -> int:
-        return int(self._offsets[-1])
+        return self._offsets[-1]
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that a sample is from."""
-        return int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return bisect_right(self._offsets, index) - 1
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample by its index in all sources, one after the other."""
         source = self.source_of(index)
-        return self.sources[source][int(index - self._offsets[source])]
+        return self.sources[source][int(index) - self._offsets[source]]
 
     def sample_order(self, seed: int, shuffle: bool) -> MixtureOrder:
         """Return the order in which a loader uses the samples."""

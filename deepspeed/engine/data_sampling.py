@@ -101,7 +101,7 @@ def scaled_scheduler(state: EngineState, loader: Any, scheduler: Any) -> Any:
 
     Rates are those for `train_batch_size` samples.
     """
-    sampler, sampling = getattr(loader, "batch_sampler", None), sampling_of(state)
+    sampler, sampling = getattr(loader, "custom_sampler", None), sampling_of(state)
     if not isinstance(sampler, TokenBatchSampler) or sampling is None or scheduler is None:
         return scheduler
     base = state.window.micro * state.window.steps * state.axes.data.size

@@ -103,7 +103,7 @@ class ProgramAttributes:
         Raises:
             UsageError: `training_data` is not sampled by difficulty, a metric is unknown or has another schedule.
         """
-        sampler = loader_of(self._state).batch_sampler
+        sampler = loader_of(self._state).custom_sampler
         if not isinstance(sampler, CurriculumSampler):
             raise UsageError("training_data is not sampled by difficulty: enable data_sampling.curriculum_learning")
         sampler.set_schedules(schedule_func_dict)

@@ -264,7 +264,7 @@ class TrainLoop:
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
             try:
-                batches = len(loader)  # type: ignore[arg-type]
+                batches = loader.remaining() if isinstance(loader, DeepSpeedDataLoader) else len(loader)  # type: ignore[arg-type]
             except TypeError:
                 batches = None
             self._instruments.start_progress(batches)

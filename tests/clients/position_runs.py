@@ -222,8 +222,8 @@ def lightning(folder: str, workers: int, kill: int | None, every: int) -> Any:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    micro, accumulation = SHAPES[dist.get_world_size()]
-    journal = Journal(folder, kill)
+    # Lightning counts micro-batches: on other ranks it goes on if a step has as many as before
+    micro, journal = GLOBAL_BATCH // dist.get_world_size(), Journal(folder, kill)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -248,7 +248,7 @@ def lightning(folder: str, workers: int, kill: int | None, every: int) -> Any:
     with fresh_clients():
         saves = Saving(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
         more = {"enable_checkpointing": True, "max_epochs": -1, "max_steps": STEPS, "callbacks": [saves]}
-        more |= {"accumulate_grad_batches": accumulation, "use_distributed_sampler": False, "gradient_clip_val": None}
+        more |= {"accumulate_grad_batches": 1, "use_distributed_sampler": False}
         strategy = lightning_runs.trainer_strategy(1)
         made = lightning_runs.make_trainer(strategy, "fp32", folder, **more)
         paths = sorted(Path(folder).glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))

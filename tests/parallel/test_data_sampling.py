@@ -101,7 +101,7 @@ def step(engine: Any, batches: Any) -> list[int]:
 
 def with_curriculum(folder: str) -> None:
     engine = engine_of(config(curriculum(folder)))
-    assert engine.curriculum_learning_enabled() and engine.training_dataloader.batch_sampler is not None
+    assert engine.curriculum_learning_enabled() and engine.training_dataloader.custom_sampler is not None
     seen: list[float] = []
     engine.set_data_post_process_func(
         lambda batch, state: (seen.append(state["current_difficulties"]["length"]), batch)[1]
@@ -129,7 +129,7 @@ def with_a_function(folder: str) -> None:
     assert [max(LENGTHS[step(engine, batches)]) <= 4 for _ in range(4)] == [True, True, False, False]
     engine.destroy()
     plain = engine_of(config(curriculum(folder), outer=False))
-    assert plain.training_dataloader.batch_sampler is None and not plain.curriculum_learning_enabled()
+    assert plain.training_dataloader.custom_sampler is None and not plain.curriculum_learning_enabled()
     with pytest.raises(UsageError, match="not sampled by difficulty"):
         plain.set_custom_curriculum_learning_schedule({})
     plain.destroy()
@@ -139,7 +139,7 @@ def with_token_batches(folder: str) -> None:
     block = {"enabled": True, "max_tokens": 40, "sequence_picking_order": "random", "metrics_path": folder}
     settings = config({"dynamic_batching": block}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}})
     engine = engine_of(settings)
-    sampler, sizes, rates = engine.training_dataloader.batch_sampler, [], []
+    sampler, sizes, rates = engine.training_dataloader.custom_sampler, [], []
     numbers: list[int] = []
     for batch in engine.training_dataloader:
         assert int((batch["tokens"] >= 0).sum()) <= 40
