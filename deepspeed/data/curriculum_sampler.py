@@ -19,7 +19,7 @@ from deepspeed.foundation.log import log_rank0
 TYPES = ("value", "percentile")
 
 
-class CurriculumMetric:
+class DifficultyIndex:
     """One measure of difficulty: its schedule, and which samples a difficulty allows.
 
     Args:
@@ -90,7 +90,7 @@ class CurriculumMetric:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SamplerProgress:
     """State of a sampler between two global batches.
 
     Attributes:
@@ -109,7 +109,7 @@ class Progress:
 class _Clusters:
     """Samples that a step newly allows, in the order of the steps; the same on all ranks, computed from the indexes."""
 
-    def __init__(self, metrics: list[CurriculumMetric], samples: int, seed: int) -> None:
+    def __init__(self, metrics: list[DifficultyIndex], samples: int, seed: int) -> None:
         self.metrics, self.samples, self.seed = metrics, samples, seed
         self.ids: list[Array] = []
         self._begun: list[int] = []  # step at which each cluster was formed
@@ -205,7 +205,7 @@ class CurriculumSampler(Sampler[list[int]]):
     ) -> None:
         if not metrics:
             raise DeepSpeedConfigError("curriculum_learning: `curriculum_metrics` is missing")
-        self.metrics = {name: CurriculumMetric(name, config) for name, config in metrics.items()}
+        self.metrics = {name: DifficultyIndex(name, config) for name, config in metrics.items()}
         for name, metric in self.metrics.items():
             if len(metric) > samples:
                 raise DataError(
@@ -220,7 +220,7 @@ class CurriculumSampler(Sampler[list[int]]):
         if self.total < self._size:
             raise DataError(f"{samples} samples in {epochs} epochs are fewer than a global batch of {self._size}")
         self.start = 0
-        self._base = self._latest = Progress(size=self._size)
+        self._base = self._latest = SamplerProgress(size=self._size)
         if not any(metric.scheduler.kind == "custom" for metric in self.metrics.values()):
             self._clusters.count(1)  # a first difficulty without samples is refused now
 
@@ -240,7 +240,7 @@ class CurriculumSampler(Sampler[list[int]]):
 
     def after(self, seen: int) -> tuple[int, int]:
         """Return where a pass goes on after its end: at its beginning."""
-        self._base = self._latest = Progress(size=self._size)
+        self._base = self._latest = SamplerProgress(size=self._size)
         return 1, 0
 
     def __len__(self) -> int:
@@ -248,13 +248,13 @@ class CurriculumSampler(Sampler[list[int]]):
         left = self._stop(self._at(self.start)) - self.start
         return max(0, left // (self.micro * self.world))
 
-    def _stop(self, progress: Progress) -> int:
+    def _stop(self, progress: SamplerProgress) -> int:
         """Return where the stream ends: after the last whole global batch."""
         if self.start > progress.consumed:  # in the middle of a batch, perhaps of another size
             progress = replace(progress, consumed=progress.consumed + progress.size)
         return progress.consumed + max(0, self.total - progress.consumed) // self._size * self._size
 
-    def _batch(self, progress: Progress) -> tuple[Array, Progress]:
+    def _batch(self, progress: SamplerProgress) -> tuple[Array, SamplerProgress]:
         """Return the samples of the global batch after a progress, and the progress after it."""
         step = progress.step + 1
         count = self._clusters.count(step)
@@ -264,11 +264,11 @@ class CurriculumSampler(Sampler[list[int]]):
         positions = [*progress.positions, *[0] * (count - len(progress.positions))]
         parts = [self._clusters.take(i, positions[i], int(n)) for i, n in enumerate(numbers) if n]
         after = tuple(position + int(number) for position, number in zip(positions, numbers, strict=True))
-        return draw.permutation(np.concatenate(parts)), Progress(
+        return draw.permutation(np.concatenate(parts)), SamplerProgress(
             step, progress.consumed + progress.size, after, self._size
         )
 
-    def _at(self, seen: int) -> Progress:
+    def _at(self, seen: int) -> SamplerProgress:
         """Return the progress before the global batch that has sample number `seen`."""
         progress = self._latest if self._latest.consumed <= seen else self._base
         while progress.consumed + progress.size <= seen:
@@ -283,8 +283,8 @@ class CurriculumSampler(Sampler[list[int]]):
         while progress.consumed + progress.size <= stop:
             ids, progress = self._batch(progress)
             for first in range(offset, len(ids) - together + 1, together):
-                mine = first + self.rank * self.micro
-                yield ids[mine : mine + self.micro].tolist()
+                start = first + self.rank * self.micro
+                yield ids[start : start + self.micro].tolist()
             offset = 0
 
     def state_at(self, seen: int) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class CurriculumSampler(Sampler[list[int]]):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_at`."""
-        self._base = self._latest = Progress(
+        self._base = self._latest = SamplerProgress(
             state["curriculum_step"],
             state["consumed_samples"],
             tuple(state["data_cluster_current_position"]),

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from deepspeed.comm.process_groups.mesh import DATA, current_mesh
+from deepspeed.comm.process_groups.mesh import DATA, current_mesh, ranks_started
 from deepspeed.data.curriculum_sampler import CurriculumSampler
 from deepspeed.data.dynamic_batches import TokenBatchSampler
 from deepspeed.data.positions import (
@@ -20,7 +19,7 @@ from deepspeed.data.positions import (
     StreamPosition,
     TokenBatchPosition,
 )
-from deepspeed.data.sample_order import EpochOrder
+from deepspeed.data.sample_order import EpochOrder, SampleOrder
 from deepspeed.errors import DataError
 from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.spans import LOADER, recorder
@@ -66,13 +65,12 @@ class DeepSpeedDataLoader:
                 collate_fn and drop_last.
 
         Raises:
-            DataError: the object is not a dataset, is empty, or too small for one batch; or `sampler` or collate_fn is
-                unsuitable.
+            DataError: the object is no dataset, is empty or too small; or `sampler` or collate_fn is unsuitable.
         """
         rank, world = _place(rank, world)
         self.batch_size, self.world, self._part = batch_size, world, part
-        self.epoch = 0  # epoch of the next pass
-        self._running, self._taken = 0, 0  # epoch of the current pass, number of its batches so far
+        # epoch of the next pass; epoch of the current pass, number of its batches so far
+        self.epoch, self._running, self._taken = 0, 0, 0
         self._resume_at, self._loads = 0, 0  # position at which the next pass begins, number of loaded states
         self._carried = False  # whether that position is where the last pass ended
         self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
@@ -90,10 +88,7 @@ class DeepSpeedDataLoader:
         elif sampler is not None:
             self._position = batches["sampler"] = SkippingPosition(sampler, world)
         else:
-            if not len(dataset):  # type: ignore[arg-type]
-                raise DataError("training_data has no samples")
-            ordered = getattr(dataset, "sample_order", None)
-            order = EpochOrder(len(dataset), seed, shuffle) if ordered is None else ordered(seed, shuffle)  # type: ignore[arg-type]
+            order = _order_of(dataset, seed, shuffle)
             self._position = batches["sampler"] = OrderedPosition(order, rank, world, batch_size, last)
         # what one batch of this rank adds to the position
         self._unit = world if isinstance(sampler, TokenBatchSampler) else batch_size * world
@@ -246,10 +241,17 @@ class DeepSpeedDataLoader:
 
 def _place(rank: int | None, world: int | None) -> tuple[int, int]:
     """Return data-parallel rank and size; those that are None are the process's."""
-    if rank is None and world is None and dist.is_initialized():
+    if rank is None and world is None and ranks_started() > 1:
         data = current_mesh().axis(*DATA)
         return data.rank, data.size
     return rank or 0, world or 1
+
+
+def _order_of(dataset: Any, seed: int, shuffle: bool) -> SampleOrder:
+    if not len(dataset):
+        raise DataError("training_data has no samples")
+    own = getattr(dataset, "sample_order", None)
+    return EpochOrder(len(dataset), seed, shuffle) if own is None else own(seed, shuffle)
 
 
 def _last_batch(loader: dict[str, Any]) -> LastBatch:

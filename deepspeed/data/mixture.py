@@ -40,14 +40,14 @@ class MixtureOrder:
 
     def indices(self, epoch: int, start: int, stop: int) -> Array:
         sources, numbers = self.samples_of(epoch * self.samples + start, epoch * self.samples + stop)
-        found = np.empty(len(sources), np.int64)
+        indices = np.empty(len(sources), np.int64)
         for source in np.unique(sources):
             places = np.flatnonzero(sources == source)
             cycles, positions = np.divmod(numbers[places], self.counts[source])
             for cycle in np.unique(cycles):
                 of_cycle = cycles == cycle
-                found[places[of_cycle]] = self._offsets[source] + self._order(source, cycle, positions[of_cycle])
-        return found
+                indices[places[of_cycle]] = self._offsets[source] + self._order(source, cycle, positions[of_cycle])
+        return indices
 
     def _order(self, source: int, cycle: int, positions: Array) -> Array:
         if not self.shuffle:

@@ -49,10 +49,10 @@ def configured_sampler(state: EngineState, dataset: Any, micro: int) -> Curricul
         if dynamic:
             return _token_sampler(state, sampling.dynamic_batching, _lengths(sampling.dynamic_batching, dataset))
         metrics = sampling.curriculum_learning.model_dump()["curriculum_metrics"]
-        given = {name: {k: v for k, v in metric.items() if v is not None} for name, metric in metrics.items()}
+        set_keys = {name: {k: v for k, v in metric.items() if v is not None} for name, metric in metrics.items()}
         data, seed = state.axes.data, state.ds_config.top.data_efficiency.seed
         return CurriculumSampler(
-            given, len(dataset), micro, data.rank, data.size, state.window.steps, seed, sampling.num_epochs
+            set_keys, len(dataset), micro, data.rank, data.size, state.window.steps, seed, sampling.num_epochs
         )  # fmt: skip
 
     return raise_together(
@@ -76,14 +76,15 @@ def _token_sampler(state: EngineState, block: DynamicBatching, lengths: Any) -> 
     )
 
 
-def _lengths(block: DynamicBatching, dataset: Any) -> Array:
-    """Return the number of tokens of each sample: of an analysis, or of an indexed dataset.
+def _lengths(block: DynamicBatching, dataset: Any, sizes: Any = None) -> Array:
+    """Return the number of tokens of each sample: those that are given, of an analysis, or of an indexed dataset.
 
     Raises:
         DataError: they are unknown, or of another dataset.
     """
-    sizes = getattr(dataset, "sizes", None)
-    if block.metrics_path:
+    if sizes is None and not block.metrics_path:
+        sizes = getattr(dataset, "sizes", None)
+    elif sizes is None:
         index = MMapIndexedDataset(os.path.join(block.metrics_path, "seqlen", "seqlen_sample_to_metric"))
         sizes = np.concatenate([row[:1] for row in index]) if len(index) else np.empty(0, np.int64)
     if sizes is None:
@@ -144,8 +145,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 ) -> tuple[DeepSpeedDataLoader, Any, dict[str, Any]]:
     """Create a loader of micro-batches of equal tokens and a scheduler whose rates follow the batches' sizes.
 
-    The engine's JSON has the block `data_efficiency.data_sampling.dynamic_batching`. The engine takes the loader as
-    its `training_dataloader`, so that checkpoints keep its position.
+    The engine's JSON has the block `dynamic_batching`. Checkpoints keep the position of the loader.
 
     Args:
         dataset: map-style dataset.
@@ -169,10 +169,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     state: EngineState = engine._state
     sampling = sampling_of(state)
     if sampling is None or not sampling.dynamic_batching.enabled:
-        raise UsageError(
-            f"{_FUNCTION} reads data_efficiency.data_sampling.dynamic_batching, which is not enabled: set `enabled` in "
-            "data_efficiency, data_sampling and dynamic_batching"
-        )
+        raise UsageError(f"{_FUNCTION}: set `enabled` in data_efficiency, data_sampling and dynamic_batching")
     block = sampling.dynamic_batching
     if dataset_filter_ids is not None:
         if dataset_seqlens is not None and len(dataset_seqlens) == len(dataset):
@@ -183,22 +180,17 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         lengths: Any = dataset_seqlens
         if lengths is None and batch_seqlens_fn is not None and not block.metrics_path:
             lengths = [int(batch_seqlens_fn([dataset[index]])[0]) for index in range(len(dataset))]
-        if lengths is None:
-            lengths = _lengths(block, dataset)
-        if len(lengths) != len(dataset):
-            raise DataError(f"there are {len(lengths)} lengths for {len(dataset)} samples")
-        return _token_sampler(state, block, lengths)
+        return _token_sampler(state, block, _lengths(block, dataset, lengths))
 
     sampler = raise_together(
         state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no batches of tokens: {text}")
     )
-    collate: Any = dataloader_collate_fn
+    collate: Any = dataloader_collate_fn or default_collate
     if sample_padding_fn is not None:
-        collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate or default_collate)
+        collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate)
         dataset = _Numbered(dataset)
-    loader = engine.deepspeed_io(
-        dataset, data_sampler=sampler, collate_fn=collate, num_local_io_workers=sampling.num_workers
-    )
+    workers = sampling.num_workers
+    loader = engine.deepspeed_io(dataset, data_sampler=sampler, collate_fn=collate, num_local_io_workers=workers)
     engine.training_dataloader = loader
     sizes = {"batch_sizes": sampler.step_sizes.tolist(), "dataset_seqlens": sampler.lengths.tolist()}
     return loader, scaled_scheduler(state, loader, engine.lr_scheduler), sizes
