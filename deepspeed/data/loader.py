@@ -131,6 +131,13 @@ class DeepSpeedDataLoader:
         finally:
             self._position.start = start
 
+    def last_indices(self) -> list[int]:
+        """Return the dataset's indices in the last batch of all ranks; [] where the order is not the loader's own."""
+        position, stop = self._position, self._seen()
+        if not isinstance(position, OrderedPosition) or not self._taken:
+            return []
+        return position.order.indices(self._running, stop - self._unit, stop).tolist()
+
     def remaining(self) -> int:
         """Return the number of batches from the position to the end of the pass."""
         return len(self.loader) - self._taken
