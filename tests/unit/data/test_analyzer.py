@@ -159,9 +159,10 @@ def test_files_are_those_of_the_table(kind: str, workers: int, threads: int, tmp
         (1, [7]),
         (256, list(range(256))),  # ids and values still fit uint8
         (257, list(range(257))),
-        (450, [position * 3 for position in range(450)]),  # 113 rows of percentiles
+        (401, [position * 3 for position in range(401)]),  # 101 rows of percentiles
         (199, [-position for position in range(199)]),
         (4, [2**62, -(2**62), 2**62 + 1, 2**53 + 1]),  # the difference does not fit int64
+        (3, [2**62 + 1, -(2**62), 5 - 2**62]),
         (3, [2**63 - 1, 2**53 + 1, 0]),
     ],
 )
@@ -300,12 +301,19 @@ def test_workers_that_have_not_finished_are_named(tmp_path: Path) -> None:
         first.run_reduce()
     analyzer(dataset, tmp_path, worker_id=1, specific_threads=[3, 0, 1], **arguments).run_map()
     analyzer(dataset, tmp_path, worker_id=2, **arguments).run_map()
-    data = tmp_path / "a" / "a_map_worker2.bin"
-    whole = data.read_bytes()
-    data.write_bytes(whole[:-8])
-    with pytest.raises(DataError, match=r"a_map_worker2.bin has \d+ bytes of \d+: it is truncated"):
+    for name in ("a", "c"):
+        data = tmp_path / name / f"{name}_map_worker2.bin"
+        whole = data.read_bytes()
+        data.write_bytes(whole[:-8])
+        with pytest.raises(DataError, match=rf"{name}_map_worker2.bin has \d+ bytes of \d+: it is truncated"):
+            first.run_reduce()
+        data.write_bytes(whole)
+    broken = {"metric_functions": [largest, int], "worker_id": 1, "specific_threads": [2]}
+    with pytest.raises(TypeError):  # results that the process had before are void
+        analyzer(dataset, tmp_path, **arguments, **broken).run_map()
+    with pytest.raises(DataError, match=r"reduced: worker 1 did not finish thread\(s\) 2 \(it died"):
         first.run_reduce()
-    data.write_bytes(whole)
+    analyzer(dataset, tmp_path, worker_id=1, specific_threads=[2], **arguments).run_map()
     first.run_reduce()
     assert {name: files(tmp_path / name) for name in ("a", "c")} == expected(ids, tokens)
     with pytest.raises(DataError, match="worker 0 has not run; worker 1 has not run; worker 2 has not run"):
@@ -349,6 +357,19 @@ def test_a_failed_reduce_leaves_what_there_was(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="1 ids occur twice, such as 0, 1 ids are missing, such as 19"):
             again.run_reduce()
+    for name in ("a_map_worker0.bin", "a_map_worker0.json"):
+        (tmp_path / "a" / name).unlink()
+    assert files(tmp_path / "a") == expected(ids, tokens)["a"]
+
+
+def test_results_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, _, ids, tokens = make("tensor", 40)
+    analyzer(dataset, tmp_path).run_map_reduce()
+    other, *_ = make("tensor", 41)
+    again = analyzer(other, tmp_path)
+    monkeypatch.setattr("deepspeed.data.indexed_dataset.LONGEST_ROW", 1)  # rows of ids have more, those before do not
+    with pytest.raises(DataError, match="a row has .* elements; lengths are stored as int32"):
+        again.run_map_reduce()
     for name in ("a_map_worker0.bin", "a_map_worker0.json"):
         (tmp_path / "a" / name).unlink()
     assert files(tmp_path / "a") == expected(ids, tokens)["a"]
@@ -505,7 +526,7 @@ def test_ready_metrics(tmp_path: Path) -> None:
     counts = TokenCounts(4)(masked)
     assert counts.tolist() == [0, 4, 3, 1]
     rarity = VocabularyRarity(counts)(masked).tolist()
-    parts = [[-np.log(counts[token] / 8) for token in row] for row in sequences]
+    parts = [[-np.log(int(counts[token]) / 8) for token in row] for row in sequences]
     assert rarity == [int(sum(row)) for row in parts] and len(set(rarity)) > 1
     with pytest.raises(DataError, match="token 0 does not occur in the data"):
         VocabularyRarity(counts)(padded)
