@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.data.analysis_files import check_ids
 from deepspeed.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
+from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.metrics import SequenceLength, TokenCounts, VocabularyRarity
 from deepspeed.errors import ArgumentError, DataError, UsageError
 from deepspeed.foundation.progress_line import CountLine
@@ -176,6 +177,15 @@ def test_more_threads_than_samples(tmp_path: Path) -> None:
     dataset, _, ids, tokens = make("dict", 2)
     analyzer(dataset, tmp_path, num_threads=3).run_map_reduce()
     assert {name: files(tmp_path / name) for name in ("a", "c")} == expected(ids, tokens)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_are_processes(threads: int, tmp_path: Path) -> None:
+    dataset, *_ = make("tensor", 12)
+    one(lambda batch: torch.full((len(batch),), os.getpid()), dataset, tmp_path, num_threads=threads).run_map_reduce()
+    row = MMapIndexedDataset(tmp_path / "a" / "a_index_to_metric")
+    pids = {int(row[position][0]) for position in range(len(row))}
+    assert len(pids) == threads and (os.getpid() in pids) == (threads == 1)
 
 
 def test_random_numbers_of_the_caller_are_left(tmp_path: Path) -> None:
