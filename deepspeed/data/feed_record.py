@@ -1,4 +1,4 @@
-"""Record of what a loader has fed: tokens and padding by step, lengths of sequences, shares of sources; as a picture."""
+"""Record of what a loader has fed: tokens and padding by step, lengths, shares of sources; also as a picture."""
 
 from __future__ import annotations
 

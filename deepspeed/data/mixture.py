@@ -11,7 +11,38 @@ from torch.utils.data import Dataset
 
 from deepspeed.data.index_lists import Array
 from deepspeed.data.sample_order import ComputedPermutation
-from deepspeed.errors import DataError
+from deepspeed.errors import ArgumentError, DataError
+
+
+def mixture_shares(
+    tokens: Sequence[int], temperature: float = 1.0, weights: Sequence[float] | None = None
+) -> list[float]:
+    """Return the share of each source in a mixture; they sum to 1.
+
+    Args:
+        tokens: number of tokens of each source.
+        temperature: shares are proportional to tokens ** (1 / temperature): 1 as the sources are, larger more even.
+        weights: shares up to a factor; None: by temperature.
+
+    Raises:
+        ArgumentError: a weight is negative, all are 0, their number is another than that of the sources, or the
+            temperature is not above 0.
+        DataError: a source with a share has no tokens.
+    """
+    if not temperature > 0 or not np.isfinite(temperature):
+        raise ArgumentError(f"temperature {temperature} must be a number above 0")
+    if weights is None:
+        top = max(tokens, default=0)
+        weights = [(count / top) ** (1 / temperature) if count else 0.0 for count in tokens]
+    if len(weights) != len(tokens):
+        raise ArgumentError(f"{len(weights)} weights for {len(tokens)} sources: pass one for each")
+    if not all(np.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ArgumentError(f"weights {list(weights)} must be numbers of at least 0, and not all 0")
+    empty = [position for position, count in enumerate(tokens) if not count and weights[position]]
+    if empty:
+        raise DataError(f"source {empty[0]} has weight {weights[empty[0]]} and no tokens")
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 class MixtureOrder:
@@ -88,7 +119,8 @@ class Mixture(Dataset[Any]):
         tokens: number of tokens of each source; None: those of indexed datasets, from their `sizes`.
 
     Raises:
-        DataError: there is no source, one is empty, weights do not fit, or numbers of tokens are unknown.
+        DataError: there is no source, one is empty, or numbers of tokens are unknown.
+        ArgumentError: `weights`, `temperature` or `by` is wrong; see `mixture_shares`.
     """
 
     def __init__(
@@ -106,10 +138,10 @@ class Mixture(Dataset[Any]):
         if not self.sources or not self.counts.all():
             empty = [name for name, count in zip(self.names, self.counts, strict=True) if not count]
             raise DataError(f"a mixture needs sources with samples; empty: {', '.join(empty) or 'the list of sources'}")
-        if by not in ("tokens", "samples") or temperature <= 0:
-            raise DataError(f"by={by!r} has to be 'tokens' or 'samples', and temperature={temperature} positive")
+        if by not in ("tokens", "samples"):
+            raise ArgumentError(f"by={by!r} has to be 'tokens' or 'samples'")
         sizes = self.counts if by == "samples" else self._tokens(tokens)
-        self.weights = self._weights(weights, sizes.astype(np.float64) ** (1 / temperature))
+        self.weights = self._weights(sizes, temperature, weights)
         rates = self.weights / (sizes / self.counts)  # samples, of which some sources have longer ones
         self.shares = rates / rates.sum()
         self._offsets: list[int] = [0, *np.cumsum(self.counts).tolist()]
@@ -128,18 +160,15 @@ class Mixture(Dataset[Any]):
             raise DataError(f"tokens has {len(tokens)} numbers for {len(self.sources)} sources; each is at least 1")
         return np.array(tokens, np.int64)
 
-    def _weights(self, weights: Sequence[float] | Mapping[str, float] | None, sizes: Array) -> Array:
-        if weights is None:
-            return sizes / sizes.sum()
+    def _weights(
+        self, sizes: Array, temperature: float, weights: Sequence[float] | Mapping[str, float] | None
+    ) -> Array:
         if isinstance(weights, Mapping):
             unknown, missing = set(weights) - set(self.names), set(self.names) - set(weights)
             if unknown or missing:
-                raise DataError(f"weights: unknown {sorted(unknown)}, missing {sorted(missing)} of {self.names}")
+                raise ArgumentError(f"weights: unknown {sorted(unknown)}, missing {sorted(missing)} of {self.names}")
             weights = [weights[name] for name in self.names]
-        values = np.array(weights, np.float64)
-        if values.shape != sizes.shape or not np.isfinite(values).all() or (values < 0).any() or not values.any():
-            raise DataError(f"weights {list(weights)} have to be {len(sizes)} numbers of at least 0, one of them above")
-        return values / values.sum()
+        return np.array(mixture_shares(sizes.tolist(), temperature, weights))
 
     def __len__(self) -> int:
         return self._offsets[-1]

@@ -32,6 +32,7 @@ from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
 from deepspeed.engine.timeline import Tracing
+from deepspeed.foundation import progress_line
 from deepspeed.foundation.spans import recorder
 from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.monitor import progress
@@ -286,7 +287,7 @@ class Instruments:
         self._names: tuple[list[str], list[str]] = ([], [])  # parameter names of this rank, and of the whole model
         self.progress: progress.Progress | None = None  # on rank 0 while a line is shown
         self._after_update = self._hooks()
-        if progress.asked():
+        if progress_line.requested():
             self.start_progress(None)
 
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:

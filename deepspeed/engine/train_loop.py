@@ -19,9 +19,9 @@ from deepspeed.engine.data_sampling import configured_sampler, sampling_of
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.metrics import Instruments
 from deepspeed.errors import DataError
+from deepspeed.foundation import progress_line
 from deepspeed.foundation.pytree import leaves_in
 from deepspeed.foundation.spans import LOADER, recorder
-from deepspeed.monitor import progress as live
 from deepspeed.optim.build import nearest
 from deepspeed.sequence.batches import slice_batch
 
@@ -261,7 +261,7 @@ class TrainLoop:
     @contextlib.contextmanager
     def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
         """Show a live progress line inside the context, if requested."""
-        shown = (live.asked() if progress is None else progress) and self._training()
+        shown = (progress_line.requested() if progress is None else progress) and self._training()
         if shown:
             try:
                 batches = loader.remaining() if isinstance(loader, DeepSpeedDataLoader) else len(loader)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ class TrainLoop:
         finally:
             if shown:
                 self._instruments.stop_progress()
-                if live.asked():  # also show the steps after the loop
+                if progress_line.requested():  # also show the steps after the loop
                     self._instruments.start_progress(None)
 
     def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:

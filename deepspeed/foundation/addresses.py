@@ -125,6 +125,9 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.data_pipeline": {},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"deepspeed.data.curriculum": "CurriculumScheduler"},
     "deepspeed.runtime.data_pipeline.data_sampling": {},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
+        "deepspeed.data.analyzer": "DataAnalyzer DistributedDataAnalyzer",
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         "deepspeed.data.indexed_dataset": (
             "MMapIndexedDataset MMapIndexedDatasetBuilder data_file_path dataset_exists index_file_path "
@@ -132,7 +135,8 @@ ADDRESSES: dict[str, dict[str, str]] = {
         ),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
-        "deepspeed.data.indexed_dataset": ("close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype"),
+        "deepspeed.data.analysis_files": "split_dataset split_index",
+        "deepspeed.data.indexed_dataset": "close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype",
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         "deepspeed.data.dynamic_batches": "VariableBatchSizeLR batch_by_seqlens scale_lr",
@@ -372,7 +376,6 @@ PLACEHOLDERS: dict[str, tuple[str, str]] = {
         "data efficiency",
         "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": ("data efficiency", "DataAnalyzer"),
     "deepspeed.runtime.state_dict_factory": ("checkpoints of Megatron", "MegatronSDLoader"),
     "deepspeed.sequence.fpdt_layer": (
         "chunks of a sequence",

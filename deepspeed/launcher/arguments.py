@@ -43,6 +43,7 @@ by task:
   stop and go on               Ctrl-C, once: saves where the script has saved before; --grace S is the time for it
   check a configuration        ds_config explain ds_config.json --world 8
   look at a checkpoint         ds_checkpoint ls FOLDER
+  look at token files          ds_data look PREFIX; ds_data mixture PREFIX ... --tokens N
   see what is installed        ds_report
   find the best plan           deepspeed --autotuning run train.py --deepspeed_config FILE.json; ds_plan
   measure                      ds_bench (collectives), ds_io (disks)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.foundation.log import logger
+from deepspeed.foundation.progress_line import VARIABLE as PROGRESS
 from deepspeed.launcher import hosts as launcher_hosts
 from deepspeed.launcher import multinode_runner, node_rendezvous
 from deepspeed.launcher.agent import own_folder
@@ -25,7 +26,6 @@ from deepspeed.launcher.foreground import run_behind
 from deepspeed.launcher.hosts import Hosts, fetch_hostfile, is_this_machine, parse_inclusion_exclusion, select
 from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.rank_logs import terminal_size
-from deepspeed.monitor.progress import VARIABLE as PROGRESS
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",

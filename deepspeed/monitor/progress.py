@@ -7,25 +7,15 @@ loss on its device. Without a terminal, a plain line is written every ten second
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
-VARIABLE = "DEEPSPEED_PROGRESS"
-"""Variable for the progress line of every engine, also outside of `engine.loop`; `deepspeed --progress` sets 1."""
+from deepspeed.foundation.progress_line import LIVE_S, PLAIN_S, clock, is_live, write_line
 
-_LIVE_S, _PLAIN_S = 0.25, 10.0  # between two lines, with a terminal and without
 _RATE_S = 15.0  # the rate is measured over these seconds
-
-
-def asked() -> bool:
-    """Return whether the variable `DEEPSPEED_PROGRESS` requests a progress line."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 class Progress:
@@ -89,26 +79,15 @@ class Progress:
             if self._changed or self._drawn:
                 self._show(last=True)
 
-    def _live(self) -> bool:
-        return (self._stream or sys.stderr).isatty()
-
     def _pause(self) -> float:
-        return self._every if self._every is not None else _LIVE_S if self._live() else _PLAIN_S
+        return self._every if self._every is not None else LIVE_S if is_live(self._stream) else PLAIN_S
 
     def _show(self, last: bool = False) -> None:
-        stream, live = self._stream or sys.stderr, self._live()
+        live = is_live(self._stream)
         if not live and last and not self._changed:
             return
         self._changed = False
-        text = self.line()
-        if live:
-            width = shutil.get_terminal_size().columns
-            # The cursor goes back to where the line began, so that other output writes over it.
-            text = f"\r{text[: width - 1]}\x1b[K" + ("\n" if last else "\r")
-        else:
-            text += "\n"
-        stream.write(text)
-        stream.flush()
+        write_line(self.line(), self._stream, last)
         self._drawn = live and not last
 
     def line(self) -> str:
@@ -121,9 +100,7 @@ class Progress:
             parts.append(f"{(after - before) / (until - since):,.4g} samples/s")
         left = self._left()
         if left is not None:
-            hours, rest = divmod(round(left), 3600)
-            clock = f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-            parts.append(f"{clock} left")
+            parts.append(f"{clock(left)} left")
         return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
 
     def _left(self) -> float | None:

@@ -14,6 +14,8 @@ FILE_LINES, FUNCTION_LINES, CLASS_METHODS, PARAMETERS = 700, 60, 40, 8
 _INTERFACE = "users pass these arguments by name or position: the signature is the interface"
 EXCEPTIONS = {
     "comm/process_groups/init.py:init_distributed parameters": _INTERFACE,
+    "data/analyzer.py:DataAnalyzer.__init__ parameters": _INTERFACE,
+    "data/analyzer.py:DistributedDataAnalyzer.__init__ parameters": _INTERFACE,
     "data/dynamic_batches.py:batch_by_seqlens parameters": _INTERFACE,
     "engine/engine.py:DeepSpeedEngine.__init__ parameters": _INTERFACE,
     "engine/initialize.py:initialize parameters": _INTERFACE,

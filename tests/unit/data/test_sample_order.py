@@ -14,7 +14,7 @@ from deepspeed.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatase
 from deepspeed.data.mixture import Mixture
 from deepspeed.data.positions import OrderedPosition
 from deepspeed.data.sample_order import ComputedPermutation, EpochOrder
-from deepspeed.errors import DataError
+from deepspeed.errors import ArgumentError, DataError
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 1000, 65_537])
@@ -127,7 +127,8 @@ def test_shares_of_tokens(tmp_path) -> None:
         (dict(sources=[[1], [2]]), "number of tokens of source 0, source 1 is unknown"),
         (dict(sources=[[1], [2]], by="samples", weights=[1, -1]), "at least 0"),
         (dict(sources=[[1], [2]], by="samples", weights=[1, float("nan")]), "at least 0"),
-        (dict(sources=[[1], [2]], by="samples", weights=[1]), "2 numbers"),
+        (dict(sources=[[1], [2]], by="samples", weights=[1]), "1 weights for 2 sources"),
+        (dict(sources=[[1], [2]], by="samples", temperature=0), "number above 0"),
         (
             dict(sources={"a": [1], "b": [2]}, by="samples", weights={"a": 1, "c": 2}),
             r"unknown \['c'\], missing \['b'\]",
@@ -137,7 +138,7 @@ def test_shares_of_tokens(tmp_path) -> None:
     ],
 )
 def test_wrong_mixtures(arguments: dict, text: str) -> None:
-    with pytest.raises(DataError, match=text):
+    with pytest.raises((ArgumentError, DataError), match=text):
         Mixture(**arguments)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.foundation.progress_line import VARIABLE
 from deepspeed.launcher.rank_logs import open_channel
-from deepspeed.monitor.progress import VARIABLE, Progress
+from deepspeed.monitor.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 
