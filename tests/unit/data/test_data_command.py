@@ -17,7 +17,8 @@ import torch
 from deepspeed.data.analyzer import DataAnalyzer
 from deepspeed.data.cli import main
 from deepspeed.data.indexed_dataset import MMapIndexedDatasetBuilder, write_index
-from deepspeed.data.summary import histogram, mixture_shares
+from deepspeed.data.mixture import mixture_shares
+from deepspeed.data.summary import histogram
 from deepspeed.errors import ArgumentError, DataError
 
 LENGTHS = [3, 1, 8, 2, 0, 7, 4, 1]
