@@ -181,7 +181,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._rank, self.world, self._multiple = rank, world, world * accumulation
         self._order: Order = order
         self._seed, self._options = seed, options
-        self._sizes: list[Array] = []  # of the steps of each epoch, once they are asked for
+        self._sizes: dict[int, Array] = {}  # of the steps of one epoch
         self.set_epoch(0)
         if len(self.batches.left_out):
             warn_once(f"{len(self.batches.left_out)} of {len(self.lengths)} samples are in no batch of tokens")
@@ -200,16 +200,19 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Return the number of samples of each optimizer step, over all ranks."""
         return self.batches.counts.reshape(-1, self._multiple).sum(axis=1)
 
-    def step_size(self, step: int) -> int:
-        """Return the number of samples of an optimizer step, over all ranks; steps count from 0 over all epochs."""
-        while step >= sum(map(len, self._sizes)):
-            batches = self._batches(len(self._sizes))
-            self._sizes.append(batches.counts.reshape(-1, self._multiple).sum(axis=1))
-        for sizes in self._sizes:
-            if step < len(sizes):
-                return int(sizes[step])
-            step -= len(sizes)
-        raise AssertionError("unreachable: the sizes above cover the step")
+    def size_from(self, epoch: int, batches: int) -> int:
+        """Return the number of samples, over all ranks, of the step after `batches` micro-batches of an epoch.
+
+        The first step of the next epoch follows the last one.
+        """
+        sizes, step = self._sizes_of(epoch), batches // self._multiple
+        return int(sizes[step]) if step < len(sizes) else self.size_from(epoch + 1, 0)
+
+    def _sizes_of(self, epoch: int) -> Array:
+        if epoch not in self._sizes:
+            batches = self.batches if epoch == self.epoch else self._batches(epoch)
+            self._sizes = {epoch: batches.counts.reshape(-1, self._multiple).sum(axis=1)}
+        return self._sizes[epoch]
 
     def __len__(self) -> int:
         return len(self.batches) // self.world
@@ -299,7 +302,8 @@ class VariableBatchSizeLR:
     Args:
         lr_scheduler: scheduler of the rates for `base_batch_size`.
         base_batch_size: number of samples for which its rates were chosen.
-        batch_sizes: number of samples of each step; after the last, the first follows. Or a function of the step.
+        batch_sizes: number of samples of each step; after the last, the first follows. Or a function that returns the
+            number of the next step.
         dataloader: has no effect; upstream's argument.
         lr_scaling_method: as in `scale_lr`.
         last_epoch: number of steps before the first, less one.
@@ -313,7 +317,7 @@ class VariableBatchSizeLR:
         self,
         lr_scheduler: Any,
         base_batch_size: int,
-        batch_sizes: Sequence[int] | Callable[[int], int],
+        batch_sizes: Sequence[int] | Callable[[], int],
         dataloader: Any = None,
         lr_scaling_method: str | None = "linear",
         last_epoch: int = -1,
@@ -338,7 +342,7 @@ class VariableBatchSizeLR:
     def _scale(self) -> None:
         self._plain = [float(group["lr"]) for group in self.optimizer.param_groups]
         sizes = self.batch_sizes
-        size = sizes(self.last_epoch) if callable(sizes) else sizes[self.last_epoch % len(sizes)]
+        size = sizes() if callable(sizes) else sizes[self.last_epoch % len(sizes)]
         self._set([scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method) for rate in self._plain])
         if self.verbose:
             log_rank0(f"step {self.last_epoch}: batch of {size} samples, learning rates {self.get_last_lr()}")

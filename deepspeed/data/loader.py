@@ -131,6 +131,17 @@ class DeepSpeedDataLoader:
         finally:
             self._position.start = start
 
+    def next_step_size(self) -> int:
+        """Return the number of samples, over all ranks, of the step that follows what was handed out.
+
+        Raises:
+            DataError: the loader has no batches of tokens, whose steps differ.
+        """
+        position = self._position
+        if not isinstance(position, TokenBatchPosition):
+            raise DataError("only steps of token batches differ in their number of samples")
+        return position.sampler.size_from(self._running, self._seen())
+
     def last_indices(self) -> list[int]:
         """Return the dataset's indices in the last batch of all ranks; [] where the order is not the loader's own."""
         position, stop = self._position, self._seen()
@@ -172,7 +183,7 @@ class DeepSpeedDataLoader:
                 break
             self._taken += 1
             if self._post_process is not None:
-                batch = self._post_process(batch, self._curriculum() or {})
+                batch = self._post_process(batch, self._curriculum() or {"current_difficulties": {}})
             yield batch if self._part is None else self._part(batch)
         ahead, self._resume_at = self._position.after(self._position.start + self._taken * self._unit)
         self._carried = self._resume_at > 0
@@ -183,8 +194,8 @@ class DeepSpeedDataLoader:
     def set_post_process(self, function: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Call `function(batch, state)` for every batch, and use what it returns.
 
-        With a `CurriculumSampler`, the state has "current_difficulties" by metric and "curriculum_step"; else it is
-        empty.
+        The state has "current_difficulties" by metric, which is empty without a `CurriculumSampler`, and with one
+        "curriculum_step".
         """
         self._post_process = function
 

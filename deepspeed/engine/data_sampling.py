@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from deepspeed.comm.collectives.same_error import raise_together
 from deepspeed.config.sections.data import DataSampling, DynamicBatching
+from deepspeed.data.analyzer import DistributedDataAnalyzer
 from deepspeed.data.curriculum_sampler import CurriculumSampler
 from deepspeed.data.dynamic_batches import TokenBatchSampler, VariableBatchSizeLR
 from deepspeed.data.index_lists import Array
@@ -23,9 +24,9 @@ _FUNCTION = "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
 
 
 def sampling_of(state: EngineState) -> DataSampling | None:
-    """Return the block `data_efficiency.data_sampling` if it and the block around it are enabled."""
+    """Return the block `data_efficiency.data_sampling`, unless it or the block around it is switched off."""
     block = state.ds_config.top.data_efficiency
-    return block.data_sampling if block.enabled and block.data_sampling.enabled else None
+    return None if False in (block.enabled, block.data_sampling.enabled) else block.data_sampling
 
 
 def configured_sampler(state: EngineState, dataset: Any, micro: int) -> CurriculumSampler | TokenBatchSampler | None:
@@ -63,16 +64,17 @@ def configured_sampler(state: EngineState, dataset: Any, micro: int) -> Curricul
 def _token_sampler(state: EngineState, block: DynamicBatching, lengths: Any) -> TokenBatchSampler:
     if block.max_tokens is None:
         raise DeepSpeedConfigError("data_efficiency.data_sampling.dynamic_batching: `max_tokens` is missing")
+    packs = state.window.micro  # a micro-batch has this many packs of `max_tokens`
     return TokenBatchSampler(
         lengths,
-        block.max_tokens,
+        block.max_tokens * packs,
         state.axes.data.rank,
         state.axes.data.size,
         state.window.steps,
         block.sequence_picking_order,
         state.ds_config.top.data_efficiency.seed,
         min_batch_size=block.min_batch_size,
-        max_batch_size=block.max_batch_size,
+        max_batch_size=None if block.max_batch_size is None else block.max_batch_size * packs,
     )
 
 
@@ -82,32 +84,72 @@ def _lengths(block: DynamicBatching, dataset: Any, sizes: Any = None) -> Array:
     Raises:
         DataError: they are unknown, or of another dataset.
     """
-    if sizes is None and not block.metrics_path:
-        sizes = getattr(dataset, "sizes", None)
-    elif sizes is None:
-        index = MMapIndexedDataset(os.path.join(block.metrics_path, "seqlen", "seqlen_sample_to_metric"))
+    where = _lengths_path(block)
+    if sizes is None and where and MMapIndexedDataset.exists(where):
+        index = MMapIndexedDataset(where)
         sizes = np.concatenate([row[:1] for row in index]) if len(index) else np.empty(0, np.int64)
+    elif sizes is None:
+        sizes = getattr(dataset, "sizes", None)
     if sizes is None:
         raise DataError(
-            f"dynamic_batching needs the lengths of the samples: analyze them and set `metrics_path`, or make the "
-            f"loader by {_FUNCTION}(dataset, engine, dataset_seqlens=[…])"
+            f"dynamic_batching needs the lengths of the samples: analyze them and set `metrics_path`"
+            f"{f' (there is no {where}.idx)' if where else ''}, or make the loader by {_FUNCTION}(dataset, engine, "
+            "dataset_seqlens=[…])"
         )
     if len(sizes) != len(dataset):
-        raise DataError(f"dynamic_batching: there are {len(sizes)} lengths for {len(dataset)} samples")
+        raise DataError(
+            f"dynamic_batching: there are {len(sizes)} lengths{f' in {where}' if where else ''} for {len(dataset)} "
+            "samples; they are of another dataset"
+        )
     return np.asarray(sizes)
+
+
+def _lengths_path(block: DynamicBatching) -> str | None:
+    return os.path.join(block.metrics_path, "seqlen", "seqlen_sample_to_metric") if block.metrics_path else None
+
+
+def _analyze(block: DynamicBatching, dataset: Any, lengths_of: Callable[[Any], Any], collate: Any) -> None:
+    """Measure the samples on all ranks and save their lengths in `metrics_path`, unless they are there."""
+    where = _lengths_path(block)
+    if where is None or MMapIndexedDataset.exists(where):
+        return
+    DistributedDataAnalyzer(
+        dataset, batch_size=64, metric_names=["seqlen"], metric_functions=[lengths_of],
+        metric_types=["single_value_per_sample"], save_path=str(block.metrics_path), collate_fn=collate, device="cpu",
+    ).run_map_reduce()  # fmt: skip
+
+
+class _ConstantRates:
+    """Scheduler that leaves the rates of an optimizer as they are."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
 
 
 def scaled_scheduler(state: EngineState, loader: Any, scheduler: Any) -> Any:
     """Return a scheduler with rates scaled by the size of each step's batch, if the JSON asks for it, else `scheduler`.
 
-    Rates are those for `train_batch_size` samples.
+    Rates are those for `train_batch_size` samples. Without a scheduler, those of the optimizer are scaled.
     """
-    sampler, sampling = getattr(loader, "custom_sampler", None), sampling_of(state)
-    if not isinstance(sampler, TokenBatchSampler) or sampling is None or scheduler is None:
+    sampling = sampling_of(state)
+    if sampling is None or not isinstance(getattr(loader, "custom_sampler", None), TokenBatchSampler):
         return scheduler
     base = state.window.micro * state.window.steps * state.axes.data.size
     method = sampling.dynamic_batching.lr_scaling_method
-    return VariableBatchSizeLR(scheduler, base, sampler.step_size, loader, method, last_epoch=-1)
+    optimizer = state.components.optimizer
+    if scheduler is None and optimizer is None:
+        return None
+    inner = _ConstantRates(optimizer) if scheduler is None else scheduler
+    return VariableBatchSizeLR(inner, base, loader.next_step_size, loader, method)
 
 
 class _Numbered(Dataset[Any]):
@@ -150,16 +192,16 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     Args:
         dataset: map-style dataset.
         engine: the engine.
-        dataset_seqlens: number of tokens of each sample; None: of `metrics_path`, else of `batch_seqlens_fn`, else of
-            the dataset's `sizes`.
+        dataset_seqlens: number of tokens of each sample; None: of `metrics_path`, else of `batch_seqlens_fn`, whose
+            results are saved there, else of the dataset's `sizes`.
         dataset_filter_ids: indices of the samples to use; None: all.
         dataloader_collate_fn: makes a batch of a list of samples; None: torch's.
         sample_padding_fn: (sample, length) → padded sample; None: `dataloader_collate_fn` pads.
-        batch_seqlens_fn: list of samples → their numbers of tokens.
+        batch_seqlens_fn: batch of `dataloader_collate_fn` → numbers of tokens of its samples.
 
     Returns:
-        Loader; scheduler to set as `engine.lr_scheduler` (None if the engine has none); sizes: "batch_sizes" of the
-        steps of the first epoch, "dataset_seqlens".
+        Loader; scheduler to set as `engine.lr_scheduler`; sizes: "batch_sizes" of the steps of the first epoch,
+        "dataset_seqlens".
 
     Raises:
         UsageError: the block is not enabled.
@@ -169,23 +211,26 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     state: EngineState = engine._state
     sampling = sampling_of(state)
     if sampling is None or not sampling.dynamic_batching.enabled:
-        raise UsageError(f"{_FUNCTION}: set `enabled` in data_efficiency, data_sampling and dynamic_batching")
+        raise UsageError(f"{_FUNCTION}: set `enabled` in data_efficiency.data_sampling.dynamic_batching")
     block = sampling.dynamic_batching
     if dataset_filter_ids is not None:
         if dataset_seqlens is not None and len(dataset_seqlens) == len(dataset):
             dataset_seqlens = [dataset_seqlens[index] for index in dataset_filter_ids]
         dataset = Subset(dataset, list(dataset_filter_ids))
 
+    collate: Any = dataloader_collate_fn or default_collate
+    if dataset_seqlens is None and batch_seqlens_fn is not None:
+        _analyze(block, dataset, batch_seqlens_fn, collate)
+
     def make() -> TokenBatchSampler:
         lengths: Any = dataset_seqlens
         if lengths is None and batch_seqlens_fn is not None and not block.metrics_path:
-            lengths = [int(batch_seqlens_fn([dataset[index]])[0]) for index in range(len(dataset))]
+            lengths = [int(batch_seqlens_fn(collate([dataset[index]]))[0]) for index in range(len(dataset))]
         return _token_sampler(state, block, _lengths(block, dataset, lengths))
 
     sampler = raise_together(
         state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no batches of tokens: {text}")
     )
-    collate: Any = dataloader_collate_fn or default_collate
     if sample_padding_fn is not None:
         collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate)
         dataset = _Numbered(dataset)

@@ -136,13 +136,13 @@ def with_a_function(folder: str) -> None:
 
 
 def with_token_batches(folder: str) -> None:
-    block = {"enabled": True, "max_tokens": 40, "sequence_picking_order": "random", "metrics_path": folder}
+    block = {"enabled": True, "max_tokens": 40 // 3, "sequence_picking_order": "random", "metrics_path": folder}
     settings = config({"dynamic_batching": block}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}})
     engine = engine_of(settings)
     sampler, sizes, rates = engine.training_dataloader.custom_sampler, [], []
     numbers: list[int] = []
     for batch in engine.training_dataloader:
-        assert int((batch["tokens"] >= 0).sum()) <= 40
+        assert int((batch["tokens"] >= 0).sum()) <= 39  # three packs
         numbers += (mine := together(batch["numbers"]))
         sizes.append(len(mine))
         rates.append(engine.get_lr()[0])
@@ -150,10 +150,12 @@ def with_token_batches(folder: str) -> None:
         engine.step()
     assert sorted(numbers) == list(range(SAMPLES))
     steps = [sum(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
-    assert steps == [sampler.step_size(number) for number in range(len(steps))] and len(set(steps)) > 2
+    assert steps == sampler.step_sizes.tolist() and len(set(steps)) > 2
     assert rates[8] == pytest.approx(1e-2 * steps[4] / 12)  # after the warm-up, for 12 samples
-    ends = sampler.step_size(len(steps))  # the first of the next epoch
-    assert engine.get_lr()[0] == pytest.approx(1e-2 * ends / 12)
+    rate = engine.get_lr()[0]
+    first = next(iter(engine.training_dataloader))  # of the next epoch
+    assert sampler.epoch == 1 and rate == pytest.approx(1e-2 * sampler.step_sizes[0] / 12)
+    assert int((first["tokens"] >= 0).sum()) <= 39
     engine.destroy()
 
 
@@ -162,7 +164,7 @@ def through_the_function(folder: str) -> None:
         get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed as make,
     )
 
-    block = {"enabled": True, "max_tokens": 48, "lr_scaling_method": "sqrt"}
+    block = {"enabled": True, "max_tokens": 16, "lr_scaling_method": "sqrt"}
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config({"dynamic_batching": block}))[0]
@@ -173,10 +175,13 @@ def through_the_function(folder: str) -> None:
         Texts(),
         engine,
         dataset_filter_ids=chosen,
-        batch_seqlens_fn=lambda samples: [len(sample) for sample in samples],
+        dataloader_collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, True, -1),
+        batch_seqlens_fn=lambda tokens: (tokens >= 0).sum(1),
         sample_padding_fn=lambda sample, length: torch.nn.functional.pad(sample, (0, length - len(sample)), value=-1),
     )
-    assert scheduler is None and engine.training_dataloader is loader and len(more["batch_sizes"]) == len(loader) // 2
+    assert scheduler.get_last_lr()[0] == pytest.approx(1e-2 * (more["batch_sizes"][0] / 12) ** 0.5)
+    scheduler.step(0)
+    assert engine.training_dataloader is loader and len(more["batch_sizes"]) == len(loader) // 2
     numbers = [number for tokens in loader for number in together(tokens[:, 0])]
     assert sorted(numbers) == chosen
     engine.destroy()

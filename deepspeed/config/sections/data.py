@@ -40,13 +40,15 @@ class DynamicBatching(Section):
     switch = "enabled"
     enabled: bool = key(False, "batches of equal token count")
     metrics_path: str | None = key(None, "file of sample lengths")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = key("linear", "learning rate by batch size")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] | None = key("linear", "learning rate by batch size")
     min_batch_size: Int = key(1, "fewest samples", ge=1)
     max_batch_size: Int | None = key(None, "maximum number of samples", ge=1)
     sequence_picking_order: Literal["dataloader", "random", "seqlen", "bucketed"] = key(
         "dataloader", "order of samples"
     )
-    max_tokens: Int | None = key(None, "maximum number of tokens", ge=1)
+    max_tokens: Int | None = key(
+        None, "most tokens of a pack; a micro-batch has train_micro_batch_size_per_gpu packs", ge=1
+    )
     verbose: bool = key(False, "print each batch")
 
 
@@ -55,7 +57,7 @@ class DataSampling(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = key(False, "sample by difficulty or length")
+    enabled: bool | None = key(None, "sample by difficulty or length; null: the blocks inside decide")
     num_epochs: Int = key(1000, "epochs", ge=1)
     num_workers: Int = key(0, "loader processes", ge=0)
     pin_memory: bool = key(False, "page-locked host memory")
@@ -91,7 +93,7 @@ class DataRouting(Section):
 class DataEfficiency(Section):
     open_names = True
     switch = "enabled"
-    enabled: bool = key(False, "curriculum, dynamic batches, token dropping")
+    enabled: bool | None = key(None, "curriculum, dynamic batches, token dropping; null: the blocks inside decide")
     seed: Int = key(1234, "random seed")
     data_sampling: DataSampling = key(DataSampling, "which samples")
     data_routing: DataRouting = key(DataRouting, "which tokens")
