@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.process_groups.axis import get_own_group, has_group
 from deepspeed.comm.process_groups.mesh import MODEL, Mesh
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.config import DeepSpeedConfig
@@ -63,8 +64,9 @@ class MeshAccessors:
 
     @property
     def data_parallel_group(self) -> Any:
-        """Return the process group of the data-parallel ranks; None if there is only one."""
-        return self._state.axes.data.group
+        """Return the process group of the data-parallel ranks; None without any process group."""
+        group = self._state.axes.data.group
+        return get_own_group() if group is None and has_group() else group
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's position among the data-parallel ranks."""

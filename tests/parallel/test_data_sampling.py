@@ -170,6 +170,7 @@ def through_the_function(folder: str) -> None:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config({"dynamic_batching": block}))[0]
     with pytest.raises(DataError, match="needs the lengths"):
         make(Texts(), engine)
+    assert dist.get_world_size(engine.data_parallel_group) == 2
     chosen = list(range(0, SAMPLES, 2))
     loader, scheduler, more = make(
         Texts(),

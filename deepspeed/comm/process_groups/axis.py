@@ -240,9 +240,14 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
 
+def has_group() -> bool:
+    """Return whether there is a process group."""
+    return dist.is_initialized()
+
+
 def require_group() -> None:
     """Raise UsageError if there is no process group."""
-    if not dist.is_initialized():
+    if not has_group():
         raise UsageError(
             "DeepSpeed backend not set, there is no process group: call deepspeed.init_distributed() or "
             "deepspeed.initialize() first."
