@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.apply import BlockForward, checkpointed_blocks
+from deepspeed.activation_checkpointing.apply import checkpointed_blocks
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.compiler import CompiledForward
 from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.replaced_forward import ReplacedForward, put_back
 from deepspeed.zero.layout.units import STANDS_FOR, repeated_blocks
 
 # Compiles a function; the number is that of the modules that are compiled at once.
@@ -116,8 +117,10 @@ class Compiling:
         return [module], ""
 
     def _install(self, part: nn.Module, compiler: Compiler, number: int) -> None:
-        forward: Any = part.forward
-        holder, name = (forward, "inner") if isinstance(forward, BlockForward) else (part, "forward")
+        holder: Any = part
+        name = "forward"
+        while isinstance(getattr(holder, name), ReplacedForward):  # these run eagerly, around the compiled graph
+            holder, name = getattr(holder, name), "inner"
         present = getattr(holder, name)
         if isinstance(present, CompiledForward):
             present = present.inner
@@ -148,20 +151,12 @@ class Compiling:
         """Give the modules their own forwards again, and what had compiled them before the engine."""
         for holder, name, compiled in self._installed:
             if vars(holder).get(name) is compiled:
-                _put_back(holder, name, compiled.inner)
+                put_back(holder, name, compiled.inner)
         for undo in self._undo:
             undo()
         for module in self._state.module.modules():
             _engines.pop(module, None)
         self._installed, self._undo = [], []
-
-
-def _put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
-    own = getattr(inner, "__func__", None)
-    if own is not None and own is getattr(type(holder), name, None):
-        delattr(holder, name)
-    else:
-        setattr(holder, name, inner)
 
 
 def _is_one_graph(unit: nn.Module, units: dict[nn.Module, Any]) -> bool:

@@ -61,6 +61,7 @@ from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
 from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
+from deepspeed.engine.step_keywords import StepAccessors, StepKeywords
 from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.engine.wire_choice import WireChoice
@@ -101,7 +102,7 @@ def shared(name: str) -> Any:
     return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
 
 
-class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors):
+class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors, StepAccessors):
     """Methods and properties of an engine that are implemented by its components."""
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
@@ -272,6 +273,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
         self._generation = Generation(state)
         self._wire_choice = WireChoice(state)
+        self._keywords = StepKeywords(state, pipelined=hasattr(type(self), "train_batch"))
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
@@ -317,6 +319,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
                 self._same_batches.compare([inputs, kwargs])
             if self._sequencing.active:
                 inputs, kwargs = self._sequencing.take(inputs, kwargs)
+            if self._keywords.active:
+                kwargs = self._keywords.added(kwargs)
             self._before_micro_batch()
             self._instruments.on_forward(inputs, kwargs)
         with self._timed(FORWARD), self._autocast():
@@ -603,6 +607,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing.stop()
         self._instruments.close()
         self._balance.close()
+        self._keywords.close()
         self._compiling.close()
         self._generation.close()
         components = self._components

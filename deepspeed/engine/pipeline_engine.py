@@ -179,6 +179,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if self._components.destroyed:
             raise self._components.without_optimizer("train_batch")
+        self._keywords.begin_window()
         window = self._window
         counted: list[float] = []
 
