@@ -4,10 +4,10 @@ A key is (update, micro-batch, call): `call` counts the calls of one layer in on
 keys, and a resumed run has those of the run it continues. In a recomputation (activation checkpointing) a layer gets
 the key of the call that is recomputed.
 
-[Note: keys of a recomputation] A layer may run outside of a checkpoint; then nothing of this is needed. Where the
-layer's call is inside a checkpoint of `deepspeed.checkpointing` (or of the `activation_checkpointing` block), the
-checkpoint takes a `snapshot` of the counters and gives it back with `replay`. Inside torch's own checkpoint, the call is
-recognized by the memory of the layer's input, which the checkpoint has kept since that call.
+[Note: keys of a recomputation] Mostly, draws happen outside of checkpoints, so they are not repeated. Where the layer's
+call is inside a checkpoint of `deepspeed.checkpointing`, the checkpoint takes a `snapshot` of the counters and gives it
+back with `replay`. Inside torch's own checkpoint, the call is recognized by the memory of the layer's input, which the
+checkpoint has kept since that call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DrawKey(NamedTuple):
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     """A call of a layer in the current update, for its recomputation."""
 
     key: DrawKey
@@ -63,9 +63,9 @@ class DrawKeys:
 
     def __init__(self, position: Callable[[], tuple[int, int]]) -> None:
         self._position = position
-        self._at = (-1, -1)
+        self._last = (-1, -1)
         self._counts: dict[int, int] = {}
-        self._calls: dict[int, deque[_Call]] = {}
+        self._calls: dict[int, deque[_LayerCall]] = {}
         _counters.add(self)
 
     def next(self, layer: int, hidden: torch.Tensor) -> DrawKey:
@@ -84,22 +84,22 @@ class DrawKeys:
         if in_backward():
             return self._recomputed(layer, hidden)
         key = self._count(layer, self._current())
-        self._calls.setdefault(layer, deque(maxlen=_REMEMBERED)).append(_Call(key, hidden.data_ptr()))
+        self._calls.setdefault(layer, deque(maxlen=_REMEMBERED)).append(_LayerCall(key, hidden.data_ptr()))
         return key
 
     def snapshot(self) -> Counts:
         """Return the counts before the next call."""
-        at, counts = self._current()
-        return at, dict(counts)
+        position, counts = self._current()
+        return position, dict(counts)
 
     def _current(self) -> Counts:
-        at = self._position()
-        if at != self._at:
-            if at[0] != self._at[0]:
+        position = self._position()
+        if position != self._last:
+            if position[0] != self._last[0]:
                 self._calls.clear()
             self._counts.clear()
-            self._at = at
-        return at, self._counts
+            self._last = position
+        return position, self._counts
 
     @staticmethod
     def _count(layer: int, counts: Counts) -> DrawKey:
@@ -131,7 +131,7 @@ def snapshot() -> dict[int, Counts]:
 @contextmanager
 def replay(counts: dict[int, Counts]) -> Iterator[None]:
     """Context of a recomputation of calls that began with these counts."""
-    token = _replayed.set({counter: (at, dict(calls)) for counter, (at, calls) in counts.items()})
+    token = _replayed.set({counter: (position, dict(calls)) for counter, (position, calls) in counts.items()})
     try:
         yield
     finally:

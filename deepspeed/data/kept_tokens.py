@@ -2,8 +2,8 @@
 
 [Note: arguments by structure] Which dims of an argument are the sequence follows from its shape and name:
 
-- Masks and biases (names with `mask`, `bias`, `alibi` or `relative`): the last dim is keys, the one before queries if it
-  has the length of the sequence. A mask for all samples gets a batch dim, since samples keep different tokens.
+- Masks and biases (names with `mask`, `bias`, `alibi`, `relative`): the last dim is keys. The one before is queries if
+  it has the length of the sequence. A mask for all samples gets a batch dim, since samples keep different tokens.
 - Positions, rotary tables and other tensors per token: the dim after the batch, or after batch and heads.
 - Arguments of cross attention (`encoder_…`, `cross_…`): only the queries of their masks.
 - Key-value caches are None: a cache would get the tokens of one layer only.

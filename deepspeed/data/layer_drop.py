@@ -25,13 +25,13 @@ from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.hf_forward import uncached
 from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.foundation.replaced_forward import TrainingForward, withdraw
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
 from deepspeed.foundation.transformers_model import block_lists
 
 THETA, GAMMA, SEED = 0.5, 0.001, 1234
 
 
-class ProgressiveLayerDrop:
+class LayerDropSchedule:
     """The schedule θ(t); at the start θ is 1.
 
     Args:
@@ -83,7 +83,7 @@ class LayerDrop:
     def __init__(
         self,
         stacks: Sequence[Sequence[nn.Module]],
-        schedule: ProgressiveLayerDrop,
+        schedule: LayerDropSchedule,
         seed: int = SEED,
         scale: bool = True,
         position: Callable[[], tuple[int, int]] | None = None,
@@ -125,7 +125,7 @@ class LayerDrop:
         self._forwards.clear()
 
 
-class DroppedForward(TrainingForward):
+class DroppedForward(TrainingOnlyForward):
     """A layer's `forward` that is skipped at random.
 
     Args:
@@ -154,8 +154,8 @@ class DroppedForward(TrainingForward):
         if forms_bias(self.names, named):
             log_once(f"layer drop: layer {self._number} forms a bias for later layers, so it is never skipped")
             return self.inner(*args, **kwargs)
-        kept, probability = self._drop.draw(self._number, self._depth, hidden)
-        if not kept:
+        keeps, probability = self._drop.draw(self._number, self._depth, hidden)
+        if not keeps:
             form = self._learn_form(named, len(args)) if self._form is None else self._form
             further = [None if name is None else named.get(name) for name in self._passed_on]
             # As a tensor of its own: hooks on a layer's input and output must not meet on the same one.
@@ -223,10 +223,10 @@ def enable_layer_drop(
         NotAvailableError: the model is cut into pipeline stages.
         UsageError: layers of the engine are skipped already.
     """
-    adopt = getattr(model, "_enable_layer_drop", None)
-    if callable(adopt):
+    adopt: Any = getattr(model, "_enable_layer_drop", None)
+    if adopt is not None:
         return adopt(theta, gamma, functools.partial(_drop, model.module, blocks, seed, scale))
-    schedule = ProgressiveLayerDrop(THETA if theta is None else theta, GAMMA if gamma is None else gamma)
+    schedule = LayerDropSchedule(THETA if theta is None else theta, GAMMA if gamma is None else gamma)
     return _drop(model, blocks, seed, scale, schedule)
 
 
@@ -235,7 +235,7 @@ def _drop(
     blocks: Sequence[nn.Module] | None,
     seed: int,
     scale: bool,
-    schedule: ProgressiveLayerDrop,
+    schedule: LayerDropSchedule,
     position: Callable[[], tuple[int, int]] | None = None,
 ) -> LayerDrop:
     stacks = layer_stacks(module) if blocks is None else [list(blocks)]

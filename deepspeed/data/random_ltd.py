@@ -1,6 +1,6 @@
 """Random layerwise token dropping (random-LTD, arXiv:2211.11586): some layers process a random part of the tokens.
 
-While training, such a layer gets r tokens of each sample, drawn anew for each layer and micro-batch, in their order. Its
+While training, such a layer gets r tokens of each sample in their order, drawn anew for each layer and micro-batch. Its
 output takes the place of these tokens; the others pass unchanged. r grows by a schedule until layers are whole.
 
 The layer's `forward` is replaced; class, parameters and names stay, so checkpoints and exports are those of the model.
@@ -23,7 +23,7 @@ from deepspeed.data.kept_tokens import KeptTokens, forms_bias, split_output
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, UsageError
 from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.log import log_rank0
-from deepspeed.foundation.replaced_forward import TrainingForward, withdraw
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
 from deepspeed.foundation.transformers_model import config_of
 
 _BLOCK = "data_efficiency.data_routing.random_ltd"
@@ -102,9 +102,9 @@ class RandomLTDScheduler:
         grown = math.floor(step / self.require_steps * (self.max_value - self.min_value) + self.min_value)
         return min(grown - grown % self.seq_per_step, self.max_value)
 
-    def _layer_tokens(self, kept: int) -> int:
+    def _layer_tokens(self, seq_length: int) -> int:
         whole = self.layer_num - len(self.layer_ids)
-        return self._samples() * (kept * len(self.layer_ids) + self.max_value * whole)
+        return self._samples() * (seq_length * len(self.layer_ids) + self.max_value * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Return the tokens that all layers process in the first `train_iters` updates, over all ranks."""
@@ -182,7 +182,7 @@ class RandomLTD:
             forward = block.forward = PartialForward(block, layer, self)
             self._forwards.append((block, forward))
 
-    def kept(self, layer: int, hidden: torch.Tensor) -> KeptTokens | None:
+    def draw(self, layer: int, hidden: torch.Tensor) -> KeptTokens | None:
         """Draw the tokens that a layer keeps in a call that begins now; None: all.
 
         Args:
@@ -197,13 +197,13 @@ class RandomLTD:
             raise UsageError(f"random-LTD: layer {layer} gets {shape} in the first place, not [batch, sequence, width]")
         seq_axis = 0 if self.sequence_first else 1
         batch, length = hidden.shape[1 - seq_axis], hidden.shape[seq_axis]
-        kept = self.scheduler.update_seq(self._position()[0])
-        if kept >= length:
+        count = self.scheduler.update_seq(self._position()[0])
+        if count >= length:
             return None
         key = self.keys.next(layer, hidden)
         generator = torch.Generator().manual_seed(number_of(*self._seeds, layer, *key) >> 1)
         order = torch.rand(batch, length, generator=generator).argsort(dim=1)
-        positions = order[:, :kept].sort(dim=1).values.to(hidden.device)
+        positions = order[:, :count].sort(dim=1).values.to(hidden.device)
         return KeptTokens(positions, length, self.sequence_first, self._whole)
 
     def remove(self) -> None:
@@ -213,7 +213,7 @@ class RandomLTD:
         self._forwards.clear()
 
 
-class PartialForward(TrainingForward):
+class PartialForward(TrainingOnlyForward):
     """A layer's `forward` on some of the tokens.
 
     Args:
@@ -234,18 +234,18 @@ class PartialForward(TrainingForward):
         named = self.named(args, kwargs)
         first = self.names[0] if self.names else "hidden_states"
         hidden: Any = named.get(first)
-        kept = self._routing.kept(self._layer, hidden)
-        if kept is None:
+        tokens = self._routing.draw(self._layer, hidden)
+        if tokens is None:
             return self.inner(*args, **kwargs)
         if bias := forms_bias(self.names, named):
             raise UsageError(
                 f"random-LTD: layer {self._layer} forms {bias!r} for itself and later layers from the length of its "
                 "input; leave it out of random_ltd_layer_id"
             )
-        rest = kept.arguments({name: value for name, value in named.items() if name != first})
-        changed = {name: kept.take(hidden) if name == first else rest[name] for name in named}
+        rest = tokens.arguments({name: value for name, value in named.items() if name != first})
+        changed = {name: tokens.take(hidden) if name == first else rest[name] for name in named}
         output, further, form = split_output(self.call(changed, len(args)))
-        return form.form(kept.put(hidden, output), [kept.returned(entry) for entry in further])
+        return form.form(tokens.put(hidden, output), [tokens.returned(entry) for entry in further])
 
 
 # -- upstream's functions ---------------------------------------------------------------------------------------------
@@ -268,9 +268,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module], whole: Sequ
     """
     convert = getattr(model, "_convert_to_random_ltd", None)
     if not callable(convert):
-        raise ArgumentError(
-            f"convert_to_random_ltd needs the engine, which has the JSON, not a {type(model).__name__}"
-        )
+        raise ArgumentError(f"convert_to_random_ltd needs the engine, which has the JSON, not a {type(model).__name__}")
     convert(convert_type, tuple(whole))
     return model
 
@@ -298,8 +296,8 @@ def save_without_random_ltd(model: Any) -> dict[str, Any]:
 
     With an engine, all ranks must call this (see `module_state_dict`).
     """
-    whole = getattr(model, "module_state_dict", None)
-    return remove_random_ltd_state_dict(whole() if callable(whole) else model.state_dict())
+    whole: Any = getattr(model, "module_state_dict", None)
+    return remove_random_ltd_state_dict(model.state_dict() if whole is None else whole())
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:

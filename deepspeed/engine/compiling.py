@@ -27,7 +27,7 @@ from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.compiler import CompiledForward
 from deepspeed.foundation.log import log_rank0
-from deepspeed.foundation.replaced_forward import ReplacedForward, put_back
+from deepspeed.foundation.replaced_forward import ReplacedForward, withdraw
 from deepspeed.zero.layout.units import STANDS_FOR, repeated_blocks
 
 # Compiles a function; the number is that of the modules that are compiled at once.
@@ -47,7 +47,7 @@ class Compiling:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._installed: list[tuple[Any, str, CompiledForward]] = []
+        self._installed: list[tuple[nn.Module, CompiledForward]] = []
         self._undo: list[Callable[[], None]] = []
         self._adopted: Any = None
         self.active = False  # whether compilation was asked for
@@ -126,7 +126,7 @@ class Compiling:
             present = present.inner
         compiled = CompiledForward(present, lambda function: compiler(function, number))
         setattr(holder, name, compiled)
-        self._installed.append((holder, name, compiled))
+        self._installed.append((part, compiled))
 
     def _take_over(self) -> None:
         """Do what modules compiled before `initialize` ask for, since their graphs would contain the engine's hooks.
@@ -149,9 +149,8 @@ class Compiling:
 
     def close(self) -> None:
         """Give the modules their own forwards again, and what had compiled them before the engine."""
-        for holder, name, compiled in self._installed:
-            if vars(holder).get(name) is compiled:
-                put_back(holder, name, compiled.inner)
+        for part, compiled in self._installed:
+            withdraw(part, compiled)
         for undo in self._undo:
             undo()
         for module in self._state.module.modules():

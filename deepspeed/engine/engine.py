@@ -319,8 +319,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
                 self._same_batches.compare([inputs, kwargs])
             if self._sequencing.active:
                 inputs, kwargs = self._sequencing.take(inputs, kwargs)
-            if self._keywords.active:
-                kwargs = self._keywords.added(kwargs)
+            kwargs = self._keywords.added(kwargs)
             self._before_micro_batch()
             self._instruments.on_forward(inputs, kwargs)
         with self._timed(FORWARD), self._autocast():
@@ -605,11 +604,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
         self._compressing.stop()
-        self._instruments.close()
-        self._balance.close()
-        self._keywords.close()
-        self._compiling.close()
-        self._generation.close()
+        for part in (self._instruments, self._balance, self._keywords, self._compiling, self._generation):
+            part.close()
         components = self._components
         # Pending gathers must end while the owners still serve their shards, even if this raises an error later.
         lost = components.wind_up()

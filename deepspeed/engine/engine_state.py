@@ -16,7 +16,7 @@ from deepspeed.compression.controller import Compression
 from deepspeed.compression.pruning.structured_removal import Removal
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.curriculum import CurriculumScheduler
-from deepspeed.data.layer_drop import ProgressiveLayerDrop
+from deepspeed.data.layer_drop import LayerDropSchedule
 from deepspeed.data.random_ltd import RandomLTDScheduler
 from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import HostWallClockTimer
@@ -75,7 +75,7 @@ class EngineState:
     hooks: EngineHooks = field(default_factory=EngineHooks)
     removals: list[Removal] = field(default_factory=list)
     curriculum: CurriculumScheduler | None = None
-    layer_drop: ProgressiveLayerDrop | None = None
+    layer_drop: LayerDropSchedule | None = None
     random_ltd: RandomLTDScheduler | None = None
 
     @property

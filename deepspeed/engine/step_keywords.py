@@ -1,4 +1,4 @@
-"""What a step adds to the model's forward: `curriculum_learning`, `progressive_layer_drop` and random-LTD of one engine.
+"""What a step adds to the model's forward: `curriculum_learning`, `progressive_layer_drop` and random-LTD.
 
 The first two add keyword arguments to the model's forward, which the model has to use. Random-LTD and
 `enable_layer_drop` replace the `forward` of layers instead; their number of the step is the engine's.
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.data.curriculum import CurriculumScheduler
-from deepspeed.data.layer_drop import GAMMA, THETA, LayerDrop, ProgressiveLayerDrop
+from deepspeed.data.layer_drop import GAMMA, THETA, LayerDrop, LayerDropSchedule
 from deepspeed.data.random_ltd import RandomLTD, RandomLTDScheduler, layers_to_convert
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, UsageError
@@ -33,9 +33,6 @@ _ADVICE = {
 class StepKeywords:
     """Keywords of the model's forward, and layers whose forward depends on the step, of one engine.
 
-    Attributes:
-        active: whether a step of the engine has to call `added`.
-
     Args:
         state: state of the engine.
         pipelined: whether the engine runs pipeline stages, whose layers get no keywords.
@@ -54,12 +51,11 @@ class StepKeywords:
             state.curriculum = self._curriculum()
         if top.progressive_layer_drop.enabled:
             self._refuse_stages("progressive_layer_drop")
-            state.layer_drop = ProgressiveLayerDrop(top.progressive_layer_drop.theta, top.progressive_layer_drop.gamma)
+            state.layer_drop = LayerDropSchedule(top.progressive_layer_drop.theta, top.progressive_layer_drop.gamma)
         if self._wants_random_ltd():
             state.random_ltd = self._random_ltd_scheduler()
         self._checked: set[str] = set()
-        self._adds = state.curriculum is not None or state.layer_drop is not None
-        self.active = self._adds or state.random_ltd is not None
+        self._active = any(part is not None for part in (state.curriculum, state.layer_drop, state.random_ltd))
 
     # -- the JSON -------------------------------------------------------------------------------------------------
 
@@ -118,6 +114,8 @@ class StepKeywords:
         Raises:
             UsageError: the model's forward does not take one, or a "custom" schedule has no function.
         """
+        if not self._active:
+            return kwargs
         state = self._state
         if state.random_ltd is not None:
             state.random_ltd.update_seq(state.global_steps)
@@ -126,8 +124,6 @@ class StepKeywords:
                     "random_ltd is enabled, but no layers leave tokens out: call convert_to_random_ltd(engine, "
                     "BlockClass) after initialize"
                 )
-        if not self._adds:
-            return kwargs
         more: dict[str, Any] = {}
         if state.curriculum is not None:
             self.begin_window()
@@ -178,7 +174,7 @@ class StepKeywords:
         )
 
     def enable_layer_drop(
-        self, theta: float | None, gamma: float | None, make: Callable[[ProgressiveLayerDrop, Any], LayerDrop]
+        self, theta: float | None, gamma: float | None, make: Callable[[LayerDropSchedule, Any], LayerDrop]
     ) -> LayerDrop:
         """See `enable_layer_drop` of `deepspeed.data.layer_drop`; `make` replaces the layers' forward."""
         self._refuse_stages("enable_layer_drop")
@@ -186,7 +182,7 @@ class StepKeywords:
             raise UsageError("layers of this engine are skipped already; call remove() of the earlier handle first")
         schedule = self._state.layer_drop
         if schedule is None:
-            schedule = ProgressiveLayerDrop(THETA if theta is None else theta, GAMMA if gamma is None else gamma)
+            schedule = LayerDropSchedule(THETA if theta is None else theta, GAMMA if gamma is None else gamma)
         elif theta not in (None, schedule.theta) or gamma not in (None, schedule.gamma):
             raise ArgumentError(
                 f"enable_layer_drop with theta {theta} and gamma {gamma}: progressive_layer_drop of the JSON says "
@@ -194,7 +190,7 @@ class StepKeywords:
             )
         self._drop = make(schedule, self._position)
         self._state.layer_drop = schedule
-        self._adds = self.active = True
+        self._active = True
         return self._drop
 
     def close(self) -> None:
@@ -228,7 +224,7 @@ class StepAccessors:
         return self._state.ds_config.top.curriculum_learning.model_dump()
 
     @property
-    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+    def progressive_layer_drop(self) -> LayerDropSchedule | None:
         """Return the schedule of `progressive_layer_drop` or `enable_layer_drop`; None without either."""
         return self._state.layer_drop
 
@@ -261,6 +257,6 @@ class StepAccessors:
         self._keywords.convert(kind, whole)
 
     def _enable_layer_drop(
-        self, theta: float | None, gamma: float | None, make: Callable[[ProgressiveLayerDrop, Any], LayerDrop]
+        self, theta: float | None, gamma: float | None, make: Callable[[LayerDropSchedule, Any], LayerDrop]
     ) -> LayerDrop:
         return self._keywords.enable_layer_drop(theta, gamma, make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,14 +21,15 @@ class ReplacedForward:
 
     def __init__(self, module: torch.nn.Module) -> None:
         inner: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, inner, updated=())  # keeps the signature, which callers inspect
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, inner, updated=())  # keeps the signature, which callers inspect
         self.inner = inner
 
     def __reduce__(self) -> Any:
         return _itself, (self.inner,)
 
 
-class TrainingForward(ReplacedForward):
+class TrainingOnlyForward(ReplacedForward):
     """Base class of replacements of a layer's `forward` that only differ from it while the layer is in training mode.
 
     Attributes:
@@ -55,24 +56,25 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def withdraw(module: torch.nn.Module, replacement: ReplacedForward) -> None:
-    """Remove a replacement from a module's `forward`; others around it stay."""
-    outer: Any = vars(module).get("forward")
-    if outer is replacement:
-        put_back(module, "forward", replacement.inner)
-        return
-    while outer is not None:
-        inner = getattr(outer, "inner", None)
-        if inner is replacement:
-            outer.inner = replacement.inner
+def withdraw(module: torch.nn.Module, replacement: Any) -> None:
+    """Remove a replacement from a module's `forward`, if it is there; others around it and in it stay.
+
+    Args:
+        module: the module.
+        replacement: an object with the replaced function as `inner`.
+    """
+    holder, name = cast("Any", module), "forward"
+    while name in holder.__dict__:
+        present: Any = holder.__dict__[name]
+        if present is replacement:
+            _put_back(holder, name, replacement.inner)
             return
-        outer = inner
+        holder, name = present, "inner"
 
 
-def put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
-    """Set the attribute `name` to `inner`; a method of the holder's own class is only uncovered."""
-    own = getattr(inner, "__func__", None)
-    if own is not None and own is getattr(type(holder), name, None):
-        delattr(holder, name)
+def _put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
+    own: Any = getattr(inner, "__func__", None)
+    if own is not None and own is getattr(cast("type[object]", type(holder)), name, None):
+        delattr(holder, name)  # the method of the class is seen again
     else:
         setattr(holder, name, inner)

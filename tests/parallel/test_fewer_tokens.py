@@ -101,10 +101,10 @@ def draws(stage: int) -> tuple[list[Any], list[Any]]:
     """Positions that random-LTD and decisions that layer drop have drawn."""
     tokens: list[Any] = []
     layers: list[Any] = []
-    kept_, draw_ = random_ltd.RandomLTD.kept, LayerDrop.draw
+    tokens_, draw_ = random_ltd.RandomLTD.draw, LayerDrop.draw
 
-    def kept(self: Any, layer: int, hidden: torch.Tensor) -> Any:
-        drawn = kept_(self, layer, hidden)
+    def note(self: Any, layer: int, hidden: torch.Tensor) -> Any:
+        drawn = tokens_(self, layer, hidden)
         tokens.append((layer, None if drawn is None else drawn.positions.tolist()))
         return drawn
 
@@ -113,11 +113,11 @@ def draws(stage: int) -> tuple[list[Any], list[Any]]:
         layers.append((number, *drawn))
         return drawn
 
-    random_ltd.RandomLTD.kept, LayerDrop.draw = kept, draw  # type: ignore[method-assign]
+    random_ltd.RandomLTD.draw, LayerDrop.draw = note, draw  # type: ignore[method-assign]
     try:
         result("llama", stage, low=5, drop=0.5)
     finally:
-        random_ltd.RandomLTD.kept, LayerDrop.draw = kept_, draw_  # type: ignore[method-assign]
+        random_ltd.RandomLTD.draw, LayerDrop.draw = tokens_, draw_  # type: ignore[method-assign]
     return tokens, layers
 
 
@@ -139,15 +139,15 @@ def test_all_ranks_skip_the_same_layers_and_keep_as_many_tokens(workers: Any) ->
 
 
 def tensor_parallel() -> None:
-    kept_ = random_ltd.RandomLTD.kept
+    draw_ = random_ltd.RandomLTD.draw
     tokens: list[Any] = []
 
-    def kept(self: Any, layer: int, hidden: torch.Tensor) -> Any:
-        drawn = kept_(self, layer, hidden)
+    def note(self: Any, layer: int, hidden: torch.Tensor) -> Any:
+        drawn = draw_(self, layer, hidden)
         tokens.append(drawn.positions.tolist())
         return drawn
 
-    random_ltd.RandomLTD.kept = kept  # type: ignore[method-assign]
+    random_ltd.RandomLTD.draw = note  # type: ignore[method-assign]
     model = build("gpt_neo")
     layer = type(layers_of(model)[0])
     more = {"data_efficiency": ltd_config(5, 5), "tensor_parallel": {"autotp_size": 2}}
@@ -160,7 +160,7 @@ def tensor_parallel() -> None:
             engine.backward(loss)
             engine.step()
     finally:
-        random_ltd.RandomLTD.kept = kept_  # type: ignore[method-assign]
+        random_ltd.RandomLTD.draw = draw_  # type: ignore[method-assign]
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, (tokens, loss.item()))
     assert everyone[0] == everyone[1] and tokens
@@ -317,7 +317,10 @@ def refused() -> None:
         ({"curriculum_learning": {"enabled": True, **LINEAR}}, "truncate_batch"),
         ({"progressive_layer_drop": {"enabled": True}}, "enable_layer_drop(engine)"),
     ):
-        for model, call in ((tiny(), lambda engine: engine(torch.ones(2, 6))), (build("llama"), lambda e: e(**batch(0)))):
+        for model, call in (
+            (tiny(), lambda engine: engine(torch.ones(2, 6))),
+            (build("llama"), lambda e: e(**batch(0))),
+        ):
             engine = start(0, model.train(), **block)
             with raises(UsageError, "does not take", advice):
                 call(engine)

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.apply import BlockForward
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
-from deepspeed.foundation.replaced_forward import TrainingForward
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward
 from deepspeed.inference.adapters import LoraAdapter
 from deepspeed.inference.executors.engine_weights import EngineWeights, is_sharded
 from deepspeed.inference.executors.native_adapters import adapted_rows, bind
@@ -71,7 +71,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 def changes_its_call(module: nn.Module) -> bool:
     """Whether hooks, or a replaced `forward`, may change what a call of a module returns."""
     forward: Any = vars(module).get("forward")
-    while isinstance(forward, TrainingForward) and not module.training:
+    while isinstance(forward, TrainingOnlyForward) and not module.training:
         forward = forward.inner
     own = forward is None or getattr(forward, "__func__", None) is type(module).forward
     if not own and not isinstance(forward, BlockForward):

@@ -57,7 +57,9 @@ def build(kind: str, seed: int = 0, attention: str = "sdpa", **more: Any) -> nn.
         )  # fmt: skip
         return hf.T5ForConditionalGeneration(config)
     attention_of = own.get("attn_implementation")
-    return hf.AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention_of} if attention_of else {}))
+    return hf.AutoModelForCausalLM.from_config(
+        config, **({"attn_implementation": attention_of} if attention_of else {})
+    )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -12,24 +12,24 @@ import torch
 from torch import nn
 
 from deepspeed.data import layer_drop
-from deepspeed.data.layer_drop import LayerDrop, ProgressiveLayerDrop, enable_layer_drop, layer_stacks
+from deepspeed.data.layer_drop import LayerDrop, LayerDropSchedule, enable_layer_drop, layer_stacks
 from deepspeed.errors import ArgumentError, UsageError
 from tests.unit.data.ltd_models import ALL_MODELS, LAYERS, batch, build, layers_of
 
 
 def test_theta_is_the_formula() -> None:
-    schedule = ProgressiveLayerDrop(theta=0.4, gamma=0.01)
+    schedule = LayerDropSchedule(theta=0.4, gamma=0.01)
     assert schedule.get_theta() == 1.0 and schedule.get_state() == {"progressive_layer_drop": True, "pld_theta": 1.0}
     for step in (0, 1, 70, 10_000):
         schedule.update_state(step)
         assert schedule.get_theta() == pytest.approx(0.6 * math.exp(-0.01 * step) + 0.4, abs=1e-12)
-    assert ProgressiveLayerDrop().theta == 0.5 and ProgressiveLayerDrop().gamma == 0.001
+    assert LayerDropSchedule().theta == 0.5 and LayerDropSchedule().gamma == 0.001
 
 
 @pytest.mark.parametrize("wrong", [{"theta": -0.1}, {"theta": 1.1}, {"gamma": -1}, {"gamma": math.inf}])
 def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match="layer drop"):
-        ProgressiveLayerDrop(**wrong)
+        LayerDropSchedule(**wrong)
 
 
 class Steps(nn.Module):

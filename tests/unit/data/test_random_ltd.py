@@ -39,15 +39,15 @@ class Drawn:
         self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
         self.layer.register_forward_hook(self._after)
         self.routing = RandomLTD(scheduler(kept, kept), {layer: self.layer}, lambda: (0, 0))
-        original = self.routing.kept
+        original = self.routing.draw
 
-        def kept_(number: int, hidden: torch.Tensor) -> KeptTokens | None:
+        def draw(number: int, hidden: torch.Tensor) -> KeptTokens | None:
             tokens = original(number, hidden)
             if tokens is not None:
                 self.positions.append(tokens.positions)
             return tokens
 
-        self.routing.kept = kept_  # type: ignore[method-assign]
+        self.routing.draw = draw  # type: ignore[method-assign]
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         named = layer.forward.named(args, kwargs)
@@ -182,11 +182,11 @@ def test_draws_are_uniform_sorted_and_of_their_key() -> None:
     for update in range(50):
         for micro in range(2):
             position[:] = [update, micro]
-            kept = one.kept(0, hidden).positions  # type: ignore[union-attr]
+            kept = one.draw(0, hidden).positions  # type: ignore[union-attr]
             assert (kept.diff(dim=1) > 0).all() and kept.shape == (4, 2)
-            assert torch.equal(kept, same.kept(0, hidden).positions)  # type: ignore[union-attr]
-            assert not torch.equal(kept, one.kept(0, hidden).positions)  # type: ignore[union-attr]
-            assert other.kept(0, hidden).positions.shape == kept.shape  # type: ignore[union-attr]
+            assert torch.equal(kept, same.draw(0, hidden).positions)  # type: ignore[union-attr]
+            assert not torch.equal(kept, one.draw(0, hidden).positions)  # type: ignore[union-attr]
+            assert other.draw(0, hidden).positions.shape == kept.shape  # type: ignore[union-attr]
             counts += torch.bincount(kept.flatten(), minlength=5)
             seen[tuple(kept.flatten().tolist())] = True
     assert len(seen) > 90
