@@ -138,7 +138,7 @@ def test_all_ranks_skip_the_same_layers_and_keep_as_many_tokens(workers: Any) ->
     workers(2).run(one_draw, 3)
 
 
-def tensor_parallel() -> None:
+def model_parallel(dim: str) -> None:
     draw_ = random_ltd.RandomLTD.draw
     tokens: list[Any] = []
 
@@ -148,28 +148,31 @@ def tensor_parallel() -> None:
         return drawn
 
     random_ltd.RandomLTD.draw = note  # type: ignore[method-assign]
-    model = build("gpt_neo")
+    model = build("gpt_neo" if dim == "tp" else "gpt2")
     layer = type(layers_of(model)[0])
-    more = {"data_efficiency": ltd_config(5, 5), "tensor_parallel": {"autotp_size": 2}}
-    engine = start(1, model.train(), adamw, **more)
+    more: dict[str, Any] = {"data_efficiency": ltd_config(5, 5), "tensor_parallel": {"autotp_size": 2}}
+    engine = start(1, model.train(), adamw, **(more if dim == "tp" else {"sequence_parallel_size": 2}))
     try:
-        convert_to_random_ltd(engine, layer)
+        if dim == "tp":
+            convert_to_random_ltd(engine, layer)
         enable_layer_drop(engine, theta=0.5, gamma=100.0)
         for step in range(2):
-            loss = engine(**batch(step)).loss
+            loss = engine(**batch(step, padded=False)).loss
             engine.backward(loss)
             engine.step()
     finally:
         random_ltd.RandomLTD.draw = draw_  # type: ignore[method-assign]
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, (tokens, loss.item()))
-    assert everyone[0] == everyone[1] and tokens
+    assert everyone[0] == everyone[1] and bool(tokens) == (dim == "tp")
+    assert any(parameter.grad is None for parameter in engine.module.parameters())
     engine.destroy()
 
 
 @pytest.mark.slow
-def test_ranks_of_one_tensor_parallel_layer_keep_the_same_tokens(workers: Any) -> None:
-    workers(2).run(tensor_parallel)
+@pytest.mark.parametrize("dim", ["tp", "sp"])
+def test_ranks_with_parts_of_the_model_or_the_sequence_draw_the_same(workers: Any, dim: str) -> None:
+    workers(2).run(model_parallel, dim)
 
 
 def planted(fault: str) -> None:

@@ -169,6 +169,16 @@ def test_all_tokens_evaluation_and_removal_are_the_model_itself(kind: str) -> No
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_generation_may_leave_a_replaced_forward_out_in_evaluation_only() -> None:
+    from deepspeed.inference.executors.native import changes_its_call
+
+    model = build("llama").train()
+    layer = layers_of(model)[1]
+    RandomLTD(scheduler(), {1: layer}, lambda: (0, 0))
+    assert changes_its_call(layer) and not changes_its_call(layers_of(model)[0])
+    assert not changes_its_call(layer.eval())
+
+
 # -- draws ------------------------------------------------------------------------------------------------------------
 
 
