@@ -58,8 +58,8 @@ class KeptTokens:
 
     def take(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of the kept tokens, with `kept` in place of the sequence."""
-        axis, batch_axis = (0, 1) if self.sequence_first else (1, 0)
-        return hidden.gather(axis, self._index(hidden, axis, batch_axis))
+        rows = hidden.flatten(0, 1).index_select(0, self._rows(hidden))  # by rows: gather copies single numbers
+        return rows.view(self._taken_shape(hidden))
 
     def put(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the hidden states with those of the kept tokens replaced by the layer's output.
@@ -67,15 +67,25 @@ class KeptTokens:
         Raises:
             UsageError: the output has another shape than the layer's input.
         """
-        axis, batch_axis = (0, 1) if self.sequence_first else (1, 0)
-        shape = list(hidden.shape)
-        shape[axis] = self._kept
+        shape = self._taken_shape(hidden)
         if list(output.shape) != shape:
             raise UsageError(
                 f"random-LTD: a layer returned hidden states of shape {list(output.shape)} for {shape}; only layers "
                 "that keep the shape of their input can leave tokens out"
             )
-        return hidden.to(output.dtype).scatter(axis, self._index(hidden, axis, batch_axis), output)
+        rows = hidden.to(output.dtype).flatten(0, 1)
+        return rows.index_copy(0, self._rows(hidden), output.flatten(0, 1)).view(hidden.shape)
+
+    def _taken_shape(self, hidden: torch.Tensor) -> list[int]:
+        width = hidden.shape[-1]
+        return [self._kept, self._batch, width] if self.sequence_first else [self._batch, self._kept, width]
+
+    def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the places of the kept tokens among all tokens of a batch, int64 `[batch * kept]`."""
+        samples = torch.arange(self._batch, device=self.positions.device)
+        if self.sequence_first:
+            return (self.positions.t() * self._batch + samples).reshape(-1).to(hidden.device)
+        return (self.positions + samples[:, None] * self.length).reshape(-1).to(hidden.device)
 
     def _index(self, tensor: torch.Tensor, axis: int, batch_axis: int) -> torch.Tensor:
         """Return the positions in the shape of a tensor whose sequence is cut, as `gather` takes them."""
