@@ -55,6 +55,7 @@ class StepKeywords:
         if self._wants_random_ltd():
             state.random_ltd = self._random_ltd_scheduler()
         self._checked: set[str] = set()
+        self._last_step = 0
         self._active = any(part is not None for part in (state.curriculum, state.layer_drop, state.random_ltd))
 
     # -- the JSON -------------------------------------------------------------------------------------------------
@@ -70,16 +71,11 @@ class StepKeywords:
 
     def _wants_random_ltd(self) -> bool:
         outer = self._state.ds_config.top.data_efficiency
-        blocks = {
-            "data_efficiency": outer.enabled,
-            "data_efficiency.data_routing": outer.data_routing.enabled,
-        }
-        if not outer.data_routing.random_ltd.enabled:
-            return False
-        off = [name for name, enabled in blocks.items() if not enabled]
-        if off:
-            warn_once(f"random_ltd.enabled has no effect, since {off[0]}.enabled is false")
-        return not off
+        blocks = {"data_efficiency": outer.enabled, "data_efficiency.data_routing": outer.data_routing.enabled}
+        off = next((name for name, enabled in blocks.items() if not enabled), "")
+        if off and outer.data_routing.random_ltd.enabled:
+            warn_once(f"random_ltd.enabled has no effect, since {off}.enabled is false")
+        return outer.data_routing.random_ltd.enabled and not off
 
     def _random_ltd_scheduler(self) -> RandomLTDScheduler:
         self._refuse_stages("data_efficiency.data_routing.random_ltd")
@@ -97,16 +93,21 @@ class StepKeywords:
     def _refuse_stages(self, what: str) -> None:
         if self._pipelined:
             raise NotAvailableError(
-                f"{what} with pipeline stages is not available: the layers of a stage get only the output of the one "
-                "before; use dp or tp in place of pp"
+                f"{what} with pipeline stages is not available; of {self._state.axes.mesh.describe()}, use dp or tp in "
+                "place of pp"
             )
 
     # -- each micro-batch -----------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:
         """Move the curriculum to the next update, where the script cuts the batches itself (pipeline stages)."""
-        if self._state.curriculum is not None:
-            self._state.curriculum.update_difficulty(self._state.global_steps + 1)
+        scheduler, step = self._state.curriculum, self._state.global_steps + 1
+        if scheduler is None:
+            return
+        if step < self._last_step:  # a checkpoint was loaded; a difficulty at the maximum would stay
+            scheduler.set_current_difficulty(self._state.ds_config.top.curriculum_learning.min_difficulty or 0)
+        self._last_step = step
+        scheduler.update_difficulty(step)
 
     def added(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a forward in training, with those of the step.
@@ -137,16 +138,15 @@ class StepKeywords:
 
     def _check_taken(self, name: str) -> None:
         """Raise UsageError if the model's forward surely does not use a keyword."""
-        self._checked.add(name)
         module = self._state.module
         named = arguments(module)
-        if name in named and named[name].kind is not inspect.Parameter.VAR_KEYWORD:
-            return
-        foreign = type(module).__module__.partition(".")[0] in _LIBRARIES
-        if foreign or not hands_on(named):
-            advice = _ADVICE.get(name, _ADVICE["pld_theta"])
-            raise UsageError(f"the forward of {type(module).__name__} does not take {name!r}: {advice}")
-        log_once(f"the forward of {type(module).__name__} gets {name!r} in its **{_keywords(named)}")
+        if name not in named or named[name].kind is inspect.Parameter.VAR_KEYWORD:
+            foreign = type(module).__module__.partition(".")[0] in _LIBRARIES
+            if foreign or not hands_on(named):
+                advice = _ADVICE.get(name, _ADVICE["pld_theta"])
+                raise UsageError(f"the forward of {type(module).__name__} does not take {name!r}: {advice}")
+            log_once(f"the forward of {type(module).__name__} gets {name!r} among its other keyword arguments")
+        self._checked.add(name)
 
     # -- replaced layers ------------------------------------------------------------------------------------------
 
@@ -198,10 +198,6 @@ class StepKeywords:
         for routing in (self._drop, self._random_ltd):
             if routing is not None:
                 routing.remove()
-
-
-def _keywords(named: Any) -> str:
-    return next(name for name, parameter in named.items() if parameter.kind is parameter.VAR_KEYWORD)
 
 
 class StepAccessors:
