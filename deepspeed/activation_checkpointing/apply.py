@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import Token
@@ -17,13 +16,14 @@ from deepspeed.activation_checkpointing.recompute import Checkpointer, calls, in
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.foundation.log import log_once, log_rank0
+from deepspeed.foundation.replaced_forward import ReplacedForward, withdraw
 from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _TRANSFORMERS = "_gradient_checkpointing_func"  # set by Transformers' gradient checkpointing
 
 
-class BlockForward:
+class BlockForward(ReplacedForward):
     """Checkpointed replacement for a block's `forward`. A copy or pickle of the block has the original `forward`.
 
     Args:
@@ -32,8 +32,7 @@ class BlockForward:
     """
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
-        self.inner: Callable[..., Any] = block.forward
-        functools.update_wrapper(self, self.inner)  # keeps the signature, which callers inspect
+        super().__init__(block)
         self._checkpointer = checkpointer
         self._norms = [m for m in block.modules() if isinstance(m, _NormBase)]
 
@@ -71,9 +70,6 @@ class BlockForward:
             for norm, momentum, seen in before:
                 norm.momentum, norm.num_batches_tracked = momentum, seen
 
-    def __reduce__(self) -> Any:
-        return _itself, (self.inner,)
-
 
 def _itself(value: Any) -> Any:
     return value
@@ -110,7 +106,7 @@ class Wrapping:
         if flags.number_checkpoints is None and blocks:
             flags = flags.model_copy(update={"number_checkpoints": len(blocks)})
         self.checkpointer = Checkpointer(flags, mpu)
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: list[tuple[nn.Module, BlockForward]] = []
         self._governed: list[tuple[nn.Module, Any]] = []
         self._tokens: list[Token[Any]] = []
         self._first = True
@@ -144,8 +140,8 @@ class Wrapping:
             )
             return
         for block in blocks:
-            block.forward = BlockForward(block, self.checkpointer)
-        self._wrapped = list(blocks)
+            forward = block.forward = BlockForward(block, self.checkpointer)
+            self._wrapped.append((block, forward))
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for b in blocks).items())
         flags = ", ".join(self.flags_set(self.checkpointer.flags))
         log_rank0(
@@ -154,10 +150,8 @@ class Wrapping:
         )
 
     def _unwrap(self) -> None:
-        for block in self._wrapped:
-            inner = vars(block).pop("forward").inner
-            if getattr(inner, "__func__", None) is not type(block).forward:
-                block.forward = inner
+        for block, forward in self._wrapped:
+            withdraw(block, forward)
         self._wrapped.clear()
 
     def _govern_transformers(self) -> bool:

@@ -21,6 +21,7 @@ from deepspeed.activation_checkpointing import rng
 from deepspeed.activation_checkpointing.saved_inputs import Saver
 from deepspeed.comm.process_groups.axis import group_axis
 from deepspeed.config.sections.memory import ActivationCheckpointing
+from deepspeed.data import draw_keys
 from deepspeed.foundation.log import log_once, log_rank0
 
 _inside: ContextVar[bool] = ContextVar("inside a checkpointed function", default=False)
@@ -87,18 +88,19 @@ class Checkpointer:
             return function(*args, **kwargs)
 
         def contexts() -> tuple[Any, Any]:
-            states = rng.tracker.get_states()
-            return self._marked(), _Fresh(lambda: self._second_call(name, states, again))
+            states, counts = rng.tracker.get_states(), draw_keys.snapshot()
+            return self._marked(), _Fresh(lambda: self._second_call(name, (states, counts), again))
 
         with self.governed(name):
             return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts, **options)
 
     @contextlib.contextmanager
-    def _second_call(self, name: str, states: dict[str, torch.Tensor], again: Callable[[], Any]) -> Iterator[None]:
+    def _second_call(self, name: str, before: tuple[Any, Any], again: Callable[[], Any]) -> Iterator[None]:
+        """Context of a recomputation; `before`: named random states and counts of draws at the first call."""
         now = rng.tracker.get_states()
-        rng.tracker.set_states(states)
+        rng.tracker.set_states(before[0])
         try:
-            with self._marked(), again(), self._boundary(f"{name}, recomputation"):
+            with draw_keys.replay(before[1]), self._marked(), again(), self._boundary(f"{name}, recomputation"):
                 yield
         finally:
             rng.tracker.set_states(now)

@@ -43,7 +43,6 @@ OUTLOOKS = (
     Outlook(
         "hybrid_engine.inference_tp_size hybrid_engine.enable_cuda_graph", "generation over several ranks and on GPUs"
     ),
-    Outlook("data_efficiency.data_routing.* curriculum_learning.*", "data efficiency"),
     Outlook(
         "zero_optimization.mics_hierarchical_params_gather sparse_gradients",
         "quantized communication",
@@ -124,7 +123,6 @@ OUTLOOKS = (
     Outlook(
         "tensor_parallel.replace_with_kernel_inject", reason="layers that are trained keep the forward of the model"
     ),
-    Outlook("progressive_layer_drop.*", reason="DeepSpeed 0.19 refuses it, too; drop layers in the model's forward"),
     Outlook(
         "eigenvalue.* quantize_training.eigenvalue",
         reason="DeepSpeed 0.19 refuses it, too; quantization_period sets the periods of groups",

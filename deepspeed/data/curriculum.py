@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.pytree import map_tensors, tensors_in
 
 Difficulty = int | float
 SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
@@ -183,3 +184,30 @@ class CurriculumScheduler:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `get_state`."""
         self.current_difficulty = state["current_difficulty"]
+
+
+def truncate_batch(batch: Any, length: int) -> Any:
+    """Return a batch whose sequences are cut to their first `length` tokens, for a sequence-length curriculum.
+
+    Args:
+        batch: nested lists, tuples and dicts of tensors. The sequence is the second dim of the first tensor with two
+            dims; every dim of that size after the first one is cut, in tensors with two dims or more (so masks
+            `[batch, 1, sequence, sequence]` are cut twice).
+        length: tokens to keep; longer than the batch: all.
+
+    Returns:
+        The batch with views of its tensors.
+
+    Raises:
+        ArgumentError: `length` is below 1.
+    """
+    if length < 1:
+        raise ArgumentError(f"truncate_batch: a batch of {length} tokens has nothing to train on")
+    size = next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() == 2), 0)
+
+    def cut(tensor: Any) -> Any:
+        for axis in range(1, tensor.dim()):
+            tensor = tensor.narrow(axis, 0, min(length, size)) if tensor.shape[axis] == size else tensor
+        return tensor
+
+    return map_tensors(cut, batch) if size > length else batch

@@ -63,6 +63,9 @@ class RunState:
         if state.compression is not None or state.removals:
             more = {} if state.compression is None else state.compression.state_dict()
             run_state["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
+        if state.random_ltd is not None:
+            state.random_ltd.update_seq(state.global_steps)
+            run_state["random_ltd"] = state.random_ltd.state_dict()
         if optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
@@ -119,6 +122,8 @@ class RunState:
         """Restore counters and data position from the result of `capture`, without the accumulation window."""
         for name, value in saved.get("counters", {}).items():
             setattr(self._state, name, value)
+        if self._state.random_ltd is not None and "random_ltd" in saved:
+            self._state.random_ltd.load_state_dict(saved["random_ltd"])
         loader = self._state.training_dataloader
         if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
             loader.load_state_dict(saved["data"])

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.apply import BlockForward, checkpointed_blocks
+from deepspeed.activation_checkpointing.apply import checkpointed_blocks
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.compiler import CompiledForward
 from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.replaced_forward import ReplacedForward, withdraw
 from deepspeed.zero.layout.units import STANDS_FOR, repeated_blocks
 
 # Compiles a function; the number is that of the modules that are compiled at once.
@@ -46,7 +47,7 @@ class Compiling:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._installed: list[tuple[Any, str, CompiledForward]] = []
+        self._installed: list[tuple[nn.Module, CompiledForward]] = []
         self._undo: list[Callable[[], None]] = []
         self._adopted: Any = None
         self.active = False  # whether compilation was asked for
@@ -116,14 +117,16 @@ class Compiling:
         return [module], ""
 
     def _install(self, part: nn.Module, compiler: Compiler, number: int) -> None:
-        forward: Any = part.forward
-        holder, name = (forward, "inner") if isinstance(forward, BlockForward) else (part, "forward")
+        holder: Any = part
+        name = "forward"
+        while isinstance(getattr(holder, name), ReplacedForward):  # these run eagerly, around the compiled graph
+            holder, name = getattr(holder, name), "inner"
         present = getattr(holder, name)
         if isinstance(present, CompiledForward):
             present = present.inner
         compiled = CompiledForward(present, lambda function: compiler(function, number))
         setattr(holder, name, compiled)
-        self._installed.append((holder, name, compiled))
+        self._installed.append((part, compiled))
 
     def _take_over(self) -> None:
         """Do what modules compiled before `initialize` ask for, since their graphs would contain the engine's hooks.
@@ -146,22 +149,13 @@ class Compiling:
 
     def close(self) -> None:
         """Give the modules their own forwards again, and what had compiled them before the engine."""
-        for holder, name, compiled in self._installed:
-            if vars(holder).get(name) is compiled:
-                _put_back(holder, name, compiled.inner)
+        for part, compiled in self._installed:
+            withdraw(part, compiled)
         for undo in self._undo:
             undo()
         for module in self._state.module.modules():
             _engines.pop(module, None)
         self._installed, self._undo = [], []
-
-
-def _put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
-    own = getattr(inner, "__func__", None)
-    if own is not None and own is getattr(type(holder), name, None):
-        delattr(holder, name)
-    else:
-        setattr(holder, name, inner)
 
 
 def _is_one_graph(unit: nn.Module, units: dict[nn.Module, Any]) -> bool:

@@ -19,6 +19,7 @@ from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import DataError, DeepSpeedConfigError, UsageError
+from deepspeed.foundation.log import warn_once
 
 _FUNCTION = "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
 
@@ -26,7 +27,13 @@ _FUNCTION = "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
 def sampling_of(state: EngineState) -> DataSampling | None:
     """Return the block `data_efficiency.data_sampling`, unless it or the block around it is switched off."""
     block = state.ds_config.top.data_efficiency
-    return None if False in (block.enabled, block.data_sampling.enabled) else block.data_sampling
+    sampling = block.data_sampling
+    if False not in (block.enabled, sampling.enabled):
+        return sampling
+    if sampling.curriculum_learning.enabled or sampling.dynamic_batching.enabled:
+        off = "data_efficiency" if block.enabled is False else "data_efficiency.data_sampling"
+        warn_once(f"samplers of data_efficiency.data_sampling have no effect, since {off}.enabled is false")
+    return None
 
 
 def configured_sampler(state: EngineState, dataset: Any, micro: int) -> CurriculumSampler | TokenBatchSampler | None:

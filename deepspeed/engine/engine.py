@@ -62,6 +62,7 @@ from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
 from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
+from deepspeed.engine.step_keywords import StepAccessors, StepKeywords
 from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.engine.wire_choice import WireChoice
@@ -102,7 +103,7 @@ def shared(name: str) -> Any:
     return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
 
 
-class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors):
+class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors, StepAccessors):
     """Methods and properties of an engine that are implemented by its components."""
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
@@ -274,6 +275,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
         self._generation = Generation(state)
         self._wire_choice = WireChoice(state)
+        self._keywords = StepKeywords(state, pipelined=hasattr(type(self), "train_batch"))
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
@@ -319,6 +321,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
                 self._same_batches.compare([inputs, kwargs])
             if self._sequencing.active:
                 inputs, kwargs = self._sequencing.take(inputs, kwargs)
+            kwargs = self._keywords.added(kwargs)
             self._before_micro_batch()
             self._instruments.on_forward(inputs, kwargs)
         with self._timed(FORWARD), self._autocast():
@@ -603,10 +606,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
         self._compressing.stop()
-        self._instruments.close()
-        self._balance.close()
-        self._compiling.close()
-        self._generation.close()
+        for part in (self._instruments, self._balance, self._keywords, self._compiling, self._generation):
+            part.close()
         components = self._components
         # Pending gathers must end while the owners still serve their shards, even if this raises an error later.
         lost = components.wind_up()

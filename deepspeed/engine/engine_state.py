@@ -15,6 +15,9 @@ from deepspeed.comm.process_groups.mesh import DATA
 from deepspeed.compression.controller import Compression
 from deepspeed.compression.pruning.structured_removal import Removal
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.data.layer_drop import LayerDropSchedule
+from deepspeed.data.random_ltd import RandomLTDScheduler
 from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.zero.api.state_view import StateView
@@ -50,6 +53,9 @@ class EngineState:
         skipped_steps: skipped updates so far.
         compression: compression of the model, or None.
         removals: units removed from the model, in order; checkpoints contain only the remaining ones.
+        curriculum: schedule of the block `curriculum_learning`, or None.
+        layer_drop: schedule of `progressive_layer_drop`, or None.
+        random_ltd: schedule of random-LTD, or None.
     """
 
     ds_config: DeepSpeedConfig
@@ -68,6 +74,9 @@ class EngineState:
     compression: Compression | None = None
     hooks: EngineHooks = field(default_factory=EngineHooks)
     removals: list[Removal] = field(default_factory=list)
+    curriculum: CurriculumScheduler | None = None
+    layer_drop: LayerDropSchedule | None = None
+    random_ltd: RandomLTDScheduler | None = None
 
     @property
     def axes(self) -> ParallelGroups:

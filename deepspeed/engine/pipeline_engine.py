@@ -179,6 +179,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if self._components.destroyed:
             raise self._components.without_optimizer("train_batch")
+        self._keywords.begin_window()
         window = self._window
         counted: list[float] = []
 
@@ -386,6 +387,9 @@ class PipelineEngine(DeepSpeedEngine):
     def set_dataloader(self, loader: Any) -> None:
         """Set a loader for `train_batch()` without an argument; it is restarted whenever it ends."""
         self.training_dataloader, self._iterator = loader, self._endless(loader)
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: stages send shapes with their values, so batches may differ in theirs."""
 
     @staticmethod
     def _endless(loader: Any) -> Iterator[Any]:

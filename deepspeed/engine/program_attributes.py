@@ -70,10 +70,6 @@ class ProgramAttributes:
         """Return True: without loss scale and sp, `loss.backward()` is equivalent to `engine.backward(loss)`."""
         return True
 
-    def random_ltd_enabled(self) -> bool:
-        """Return False: random layer token dropping is not available."""
-        return False
-
     def fp16_master_weights_and_gradients(self) -> bool:
         """Return whether masters and gradients are fp16."""
         return self._state.ds_config.fp16.fp16_master_weights_and_grads

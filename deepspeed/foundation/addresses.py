@@ -124,6 +124,10 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.data_pipeline": {},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"deepspeed.data.curriculum": "CurriculumScheduler"},
+    "deepspeed.runtime.data_pipeline.data_routing": {},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "deepspeed.data.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
+    },
     "deepspeed.runtime.data_pipeline.data_sampling": {},
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
         "deepspeed.data.analyzer": "DataAnalyzer DistributedDataAnalyzer",
@@ -371,11 +375,6 @@ ALIASES = {
 PLACEHOLDERS: dict[str, tuple[str, str]] = {
     "deepspeed.checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.deepspeed_checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
-    "deepspeed.runtime.data_pipeline.data_routing": ("data efficiency", ""),
-    "deepspeed.runtime.data_pipeline.data_routing.helper": (
-        "data efficiency",
-        "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
-    ),
     "deepspeed.runtime.state_dict_factory": ("checkpoints of Megatron", "MegatronSDLoader"),
     "deepspeed.sequence.fpdt_layer": (
         "chunks of a sequence",

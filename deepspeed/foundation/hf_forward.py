@@ -18,6 +18,7 @@ import torch
 CACHES = ("cache", "past_key_values", "cache_params")  # of a model's forward, the newest first
 _OF_LAYERS = (*CACHES, "past_key_value", "layer_past")
 _USES = "use_cache"
+CACHE_POSITION = "cache_position"  # of a layer: indices of its tokens in the cache
 _DICT = re.compile(r"(Optional\[)?[dD]ict\b")
 _KINDS = re.compile(r"\b(Dynamic|EncoderDecoder|Hybrid|Static)?Cache\b")
 # What attention may be told besides its tensors without a change of its result.

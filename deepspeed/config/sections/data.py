@@ -70,15 +70,26 @@ class RandomLtd(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "middle layers see a random part of the tokens")
-    total_layer_num: Int | None = later(None, "layers of the model")
-    random_ltd_layer_num: Int | None = later(None, "layers that drop tokens")
-    random_ltd_layer_id: list[int] | None = later(None, "which layers drop tokens")
-    model_mask_name: str | None = later(None, "name of the mask argument")
-    model_type: Literal["encoder", "decoder"] | None = later(None, "kind of model")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = later(None, "order of dimensions")
-    random_ltd_schedule: dict[str, Any] | None = later(None, "tokens kept over time")
-    layer_token_lr_schedule: dict[str, Any] | None = later(None, "learning rate by tokens")
+    enabled: bool = key(
+        False, "layers process a random part of the tokens while training; call `convert_to_random_ltd` too"
+    )
+    total_layer_num: Int | None = key(None, "layers of the model")
+    random_ltd_layer_num: Int | None = key(None, "layers that leave tokens out: the length of `random_ltd_layer_id`")
+    random_ltd_layer_id: list[int] | None = key(None, "their numbers, from 0; the first and last layer stay whole")
+    model_mask_name: str | None = moot(None, "name of the mask argument", "masks are found by name and shape")
+    model_type: Literal["encoder", "decoder"] | None = moot(
+        None, "kind of model", "masks are cut to the kept tokens in both kinds"
+    )
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(
+        None, "order of the dims of hidden states; null is batch_seq_dim"
+    )
+    random_ltd_schedule: dict[str, Any] | None = key(
+        None, "tokens kept: `min_value`, `max_value`, `schedule_type` fixed_linear, and in `schedule_config` "
+        "`require_steps` and `seq_per_step`",
+    )  # fmt: skip
+    layer_token_lr_schedule: dict[str, Any] | None = key(
+        None, "learning rate by tokens of layers; only `enabled` false is available"
+    )
 
 
 class DataRouting(Section):
@@ -86,15 +97,15 @@ class DataRouting(Section):
 
     open_names = True
     switch = "enabled"
-    enabled: bool = later(False, "drop tokens inside the model")
-    random_ltd: RandomLtd = key(RandomLtd, "middle layers see a random part of the tokens")
+    enabled: bool | None = key(None, "drop tokens inside the model; null: the block inside decides")
+    random_ltd: RandomLtd = key(RandomLtd, "layers process a random part of the tokens")
 
 
 class DataEfficiency(Section):
     open_names = True
     switch = "enabled"
     enabled: bool | None = key(None, "curriculum, dynamic batches, token dropping; null: the blocks inside decide")
-    seed: Int = key(1234, "random seed")
+    seed: Int = key(1234, "seed of the draws")
     data_sampling: DataSampling = key(DataSampling, "which samples")
     data_routing: DataRouting = key(DataRouting, "which tokens")
 
@@ -103,19 +114,21 @@ class CurriculumLearning(Section):
     """Block `curriculum_learning`: training begins with short sequences."""
 
     switch = "enabled"
-    enabled: bool = later(False, "short sequences first")
-    curriculum_type: str | None = later(None, "seqlen")
-    min_difficulty: Int | None = later(None, "length at the start")
-    max_difficulty: Int | None = later(None, "length at the end")
-    schedule_type: str | None = later(None, "fixed_linear, fixed_root, fixed_discrete or custom")
-    schedule_config: dict[str, Any] | None = later(None, "numbers of the schedule")
+    enabled: bool = key(False, "short sequences first: the model's forward gets `curriculum_seqlen`")
+    curriculum_type: str | None = key(None, "only seqlen")
+    min_difficulty: Int | None = key(None, "length at the start")
+    max_difficulty: Int | None = key(None, "length at the end")
+    schedule_type: str | None = key(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: dict[str, Any] | None = key(None, "numbers of the schedule")
 
 
 class ProgressiveLayerDrop(Section):
     switch = "enabled"
-    enabled: bool = later(False, "drop layers at random, more as training goes on")
-    theta: float = later(1.0, "share of layers kept at the end", ge=0, le=1)
-    gamma: float = later(0.001, "speed at which the share falls", ge=0)
+    enabled: bool = key(
+        False, "layers are skipped at random: forward gets `pld_theta`, or call `enable_layer_drop(engine)`"
+    )
+    theta: float = key(1.0, "probability of keeping the last layer, in the end", ge=0, le=1)
+    gamma: float = key(0.001, "speed at which it falls from 1, per update", ge=0)
 
 
 class Eigenvalue(Section):

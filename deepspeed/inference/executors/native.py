@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.apply import BlockForward
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward
 from deepspeed.inference.adapters import LoraAdapter
 from deepspeed.inference.executors.engine_weights import EngineWeights, is_sharded
 from deepspeed.inference.executors.native_adapters import adapted_rows, bind
@@ -69,8 +70,11 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 def changes_its_call(module: nn.Module) -> bool:
     """Whether hooks, or a replaced `forward`, may change what a call of a module returns."""
-    forward = vars(module).get("forward")
-    if forward is not None and not isinstance(forward, BlockForward):
+    forward: Any = vars(module).get("forward")
+    while isinstance(forward, TrainingOnlyForward) and not module.training:
+        forward = forward.inner
+    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    if not own and not isinstance(forward, BlockForward):
         return True
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "transparent", getattr(hook, "__name__", "") in REQUIRE_GRADS) for hook in hooks)
