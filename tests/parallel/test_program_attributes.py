@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.utils import groups
 from tests.parallel.tiny import STAGES, adamw, loss_of, raises, rows, start, tiny
@@ -24,7 +24,7 @@ def attributes(stage: int, precision: dict[str, Any], folder: str) -> None:
     assert engine.fp16_master_weights_and_gradients() is False and engine.get_compile_time() == 0.0
     assert engine._support_torch_style_backward and engine.warn_unscaled_loss
     assert dist.get_world_size(engine.seq_data_parallel_group) == world
-    with raises(NotAvailableError, "data efficiency"):
+    with raises(UsageError, "pass training_data"):
         engine.set_data_post_process_func(print)
     engine._report_progress(1)
     engine.print_forward_breakdown(1.5)

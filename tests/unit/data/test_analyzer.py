@@ -260,7 +260,7 @@ def test_an_error_of_one_rank_is_raised_on_all(distributed: bool, tmp_path: Path
     assert not list(tmp_path.glob("a/*metric*"))
 
 
-def test_ranks_and_workers_contradict(alone: None, tmp_path: Path) -> None:
+def test_ranks_and_workers_contradict(without_group: None, alone: None, tmp_path: Path) -> None:
     dataset, *_ = make("tensor", 8)
     with pytest.raises(UsageError, match="with 2 workers needs a process group"):
         analyzer(dataset, tmp_path, num_workers=2).run_map_reduce()

@@ -23,7 +23,7 @@ class Layer(torch.nn.Module):
         return hidden * scale
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_replacements_leave_in_any_order(order: tuple[int, ...]) -> None:
     layer, x = Layer(), torch.ones(2)
     stack: list[Any] = []
