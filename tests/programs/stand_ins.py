@@ -24,6 +24,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "facebook/opt-350m": ("OPT", SHAPE | {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0}),
     "facebook/opt-1.3b": ("OPT", SHAPE | {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "openai-community/gpt2": ("GPT2", {"n_embd": 32, "n_layer": 12, "n_head": 4}),
+    "gpt2-medium": ("GPT2", {"n_embd": 32, "n_layer": 24, "n_head": 4}),
     "gpt2-large": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
     "meta-llama/Llama-3.1-8B": ("Llama", SHAPE | {"intermediate_size": 128, "num_key_value_heads": 4}),
     "meta-llama/Llama-2-7b-hf": ("Llama", SHAPE | {"intermediate_size": 128, "num_key_value_heads": 4}),

@@ -47,6 +47,25 @@ GLUE = ("run_glue_no_trainer.py --seed 42 --distill_method one_stage "
         "--pad_to_max_length --per_device_train_batch_size 32 --per_device_eval_batch_size 16 --num_train_epochs 1 "
         "--eval_step 1000 --deepspeed_config {json} --deepspeed --save_best_model --clean_best_model "
         "--gradient_accumulation_steps 1 --output_dir out")  # fmt: skip
+GPT_EFFICIENCY = "training/data_efficiency/gpt_finetuning"
+GPT_TEXT = "--dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --block_size 32"
+ANALYSIS = ("--analyzing_metric {} " + GPT_TEXT + " --model_name_or_path gpt2-medium --per_device_train_batch_size 100 "
+            "--output_dir analysis")  # fmt: skip
+# its JSON asks for the indexes of an analysis: two runs of its own script, each a map and a reduce
+ANALYZED = " && ".join([
+    *(f"{{python}} analyze_data.py --analyzing_task {task} {ANALYSIS.format(metric)}"
+      for metric in ("total_vocab_freq", "vocab_rarity") for task in ("map", "reduce")),
+    "sed -e 's/GB_SIZE/4/;s/MB_SIZE/2/;s/DATA_EFFICIENCY_SEED/1234/;s/LTD_ENABLED/true/;s/LTD_MIN/16/;s/LTD_STEP/8/' "
+    "-e 's/1024/32/;s/CL_ENABLED/true/;s/DATA_SAMPLING_NUM_WORKERS/0/;s/CL_CLUSTER_PATH/clusters/' "
+    "-e 's/CL_1st_METRIC_NAME/seqlen_truncate/;s/CL_1st_SAMPLE_PATH/dummy/;s/CL_1st_METRIC_PATH/dummy/' "
+    "-e 's/CL_1st_DIFF_TYPE/value/;s/CL_1st_CLUSTER_TYPE/single_cluster/;s/CL_1st_MIN/8/;s/CL_1st_MAX/32/' "
+    "-e 's/CL_1st_TOTAL_STEP/6/;s/CL_1st_DIFF_STEP/8/;s/CL_1st_ROOT/1/' "
+    "-e 's/CL_2nd_METRIC_NAME/vocabularyrarity/;s#CL_2nd_SAMPLE_PATH#analysis/vocab_rarity/"
+    "vocab_rarity_index_to_sample_percentile_merged#;s#CL_2nd_METRIC_PATH#analysis/vocab_rarity/"
+    "vocab_rarity_index_to_metric#;s/CL_2nd_DIFF_TYPE/percentile/;s/CL_2nd_CLUSTER_TYPE/schedule_based/' "
+    "-e 's/CL_2nd_MIN/20/;s/CL_2nd_MAX/100/;s/CL_2nd_TOTAL_STEP/6/;s/CL_2nd_DIFF_STEP/1/;s/CL_2nd_ROOT/2/' "
+    "finetune/ds_config_gpt2-medium_2clmetrics_TEMPLATE.json > made.json",
+])  # fmt: skip
 OFF = {name: "false" for name in (
     "LAYER_REDUCTION_ENABLE", "WEIGHT_QUANT_ENABLE", "ACTIVATION_QUANT_ENABLE", "SPARSE_PRUNING_ENABLE",
     "ROW_PRUNING_ENABLE", "HEAD_PRUNING_ENABLE", "FP16_ENABLE")}  # fmt: skip
@@ -192,10 +211,26 @@ PROGRAMS = [
     Program("data efficiency: ViT with random-LTD", "training/data_efficiency/vit_finetuning",
             "main_cifar.py --deepspeed --deepspeed_config config/ds_config_cifar_random_ltd.json --random_ltd "
             "--dataset cifar10vit224 --arch vits16r224 --epochs 1 --scheduler constant --optimizer sgd", "cannot",
-            "PretrainedCfg", "it patches `timm` of 2022; data efficiency is a later feature (`data`) besides"),
-    Program("data efficiency: batches of equal tokens",
-            "training/data_efficiency/variable_batch_size_and_lr", "variable_batch_size_and_lr_example.py", "refused",
-            "data_pipeline", "data efficiency is a later feature (`data`)"),
+            "PretrainedCfg", "it patches `timm` of 2022"),
+    Program("data efficiency: batches of equal tokens", "training/data_efficiency/variable_batch_size_and_lr",
+            "--no_local_rank variable_batch_size_and_lr_example.py"),
+    Program("data efficiency: batches of equal tokens, pipeline",
+            "training/data_efficiency/variable_batch_size_and_lr",
+            "--no_local_rank variable_batch_size_and_lr_example.py --pipeline-num-stages 2"),
+    Program("data efficiency: GPT with random-LTD", GPT_EFFICIENCY,
+            f"run_clm_no_trainer.py --random_ltd {GPT_TEXT} --model_name_or_path openai-community/gpt2 "
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 4 --num_train_epochs 1 --deepspeed_config "
+            "made.json --deepspeed --seed 1234 --num_warmup_steps 100 --output_dir out", older=True, steps=8,
+            before="sed -e 's/128/16/;s/1024/32/;s/400/8/' config/ds_config_gpt_base_random_ltd.json > made.json",
+            json="config/ds_config_gpt_base_random_ltd.json"),
+    Program("data efficiency: GPT, token counts", GPT_EFFICIENCY,
+            f"analyze_data.py --analyzing_task map {ANALYSIS.format('total_vocab_freq')}", "runs",
+            "map job finished", ranks=0, older=True),
+    Program("data efficiency: GPT with curriculum and random-LTD", GPT_EFFICIENCY,
+            f"run_clm_no_trainer.py --random_ltd --curriculum_learning {GPT_TEXT} --model_name_or_path gpt2-medium "
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 4 --num_train_epochs 1 --deepspeed_config "
+            "made.json --deepspeed --seed 1234 --num_warmup_steps 2 --output_dir out", older=True, steps=8,
+            before=ANALYZED, json="finetune/ds_config_gpt2-medium_2clmetrics_TEMPLATE.json"),
     Program("ZeRO-Inference", "inference/huggingface/zero_inference",
             "run_model.py --model facebook/opt-125m --batch-size 2 --cpu-offload --prompt-len 64 --gen-len 4 "
             "--loops 1", "runs", "Outputs:", older=True),
@@ -259,7 +294,6 @@ NOT_RUN = [
     ("`training/DeepSpeed-SuperOffload`", "`flash-attn` and a hub model of 20 billion parameters"),
     ("`training/stable_diffusion`", "a hub model and a hub data set by name"),
     ("`training/autotuning`", "scripts around programs of Transformers' repository; `ds_plan` does this here"),
-    ("`training/data_efficiency/gpt_finetuning`", "`data`, as the rows above"),
     ("`DeepSpeedExamples/benchmarks/deepcompile`, `DeepSpeedExamples/benchmarks/autosp`",
      "passes over a compiled graph, refused for good "
      "([names](names.md))"),
