@@ -115,15 +115,21 @@ def _lengths_path(block: DynamicBatching) -> str | None:
     return os.path.join(block.metrics_path, "seqlen", "seqlen_sample_to_metric") if block.metrics_path else None
 
 
-def _analyze(block: DynamicBatching, dataset: Any, lengths_of: Callable[[Any], Any], collate: Any) -> None:
-    """Measure the samples on all ranks and save their lengths in `metrics_path`, unless they are there."""
+def _measured(block: DynamicBatching, dataset: Any, lengths_of: Callable[[Any], Any], collate: Any) -> list[int] | None:
+    """Measure the lengths of the samples.
+
+    With `metrics_path`, all ranks measure a part and save it there, unless it is there already; then this returns None.
+    """
     where = _lengths_path(block)
-    if where is None or MMapIndexedDataset.exists(where):
-        return
-    DistributedDataAnalyzer(
-        dataset, batch_size=64, metric_names=["seqlen"], metric_functions=[lengths_of],
-        metric_types=["single_value_per_sample"], save_path=str(block.metrics_path), collate_fn=collate, device="cpu",
-    ).run_map_reduce()  # fmt: skip
+    if where is None:
+        return [int(lengths_of(collate([dataset[index]]))[0]) for index in range(len(dataset))]
+    if not MMapIndexedDataset.exists(where):
+        DistributedDataAnalyzer(
+            dataset, batch_size=64, metric_names=["seqlen"], metric_functions=[lengths_of],
+            metric_types=["single_value_per_sample"], save_path=str(block.metrics_path), collate_fn=collate,
+            device="cpu",
+        ).run_map_reduce()  # fmt: skip
+    return None
 
 
 class _ConstantRates:
@@ -227,13 +233,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 
     collate: Any = dataloader_collate_fn or default_collate
     if dataset_seqlens is None and batch_seqlens_fn is not None:
-        _analyze(block, dataset, batch_seqlens_fn, collate)
+        dataset_seqlens = _measured(block, dataset, batch_seqlens_fn, collate)
 
     def make() -> TokenBatchSampler:
-        lengths: Any = dataset_seqlens
-        if lengths is None and batch_seqlens_fn is not None and not block.metrics_path:
-            lengths = [int(batch_seqlens_fn(collate([dataset[index]]))[0]) for index in range(len(dataset))]
-        return _token_sampler(state, block, _lengths(block, dataset, lengths))
+        return _token_sampler(state, block, _lengths(block, dataset, dataset_seqlens))
 
     sampler = raise_together(
         state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no batches of tokens: {text}")
