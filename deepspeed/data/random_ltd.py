@@ -65,15 +65,15 @@ class RandomLTDScheduler:
                 f"{_BLOCK}.layer_token_lr_schedule is not available (upstream does not have it either); use a scheduler"
             )
         values = section.model_dump()
-        self.layer_num = _whole_number(values, "total_layer_num", "")
+        self.model_layer_num = _whole_number(values, "total_layer_num", "")
         self.layer_ids = self._layers(section.random_ltd_layer_id, values)
         self._read_schedule(section.random_ltd_schedule)
         self.reset_to_init()
 
     def _layers(self, ids: list[int] | None, values: Mapping[str, Any]) -> list[int]:
         number = _whole_number(values, "random_ltd_layer_num", "")
-        if not ids or len(set(ids)) != len(ids) or not all(0 <= layer < self.layer_num for layer in ids):
-            raise _wrong("random_ltd_layer_id", ids, f"name different layers from 0 to {self.layer_num - 1}")
+        if not ids or len(set(ids)) != len(ids) or not all(0 <= layer < self.model_layer_num for layer in ids):
+            raise _wrong("random_ltd_layer_id", ids, f"name different layers from 0 to {self.model_layer_num - 1}")
         if len(ids) != number:
             raise _wrong("random_ltd_layer_num", number, f"random_ltd_layer_id names {len(ids)} layers")
         return sorted(ids)
@@ -103,7 +103,7 @@ class RandomLTDScheduler:
         return min(grown - grown % self.seq_per_step, self.max_value)
 
     def _layer_tokens(self, seq_length: int) -> int:
-        whole = self.layer_num - len(self.layer_ids)
+        whole = self.model_layer_num - len(self.layer_ids)
         return self._samples() * (seq_length * len(self.layer_ids) + self.max_value * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
@@ -276,10 +276,10 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module], whole: Sequ
 def layers_to_convert(model: nn.Module, kind: type[nn.Module], scheduler: RandomLTDScheduler) -> dict[int, nn.Module]:
     """Return the layers that leave tokens out, by number; errors as in `convert_to_random_ltd`."""
     layers = [module for module in model.modules() if isinstance(module, kind)]
-    if len(layers) != scheduler.layer_num:
+    if len(layers) != scheduler.model_layer_num:
         raise ArgumentError(
-            f"{_BLOCK}.total_layer_num is {scheduler.layer_num}, and the model has {len(layers)} modules of the class "
-            f"{kind.__name__}"
+            f"{_BLOCK}.total_layer_num is {scheduler.model_layer_num}, and the model has {len(layers)} modules of the "
+            f"class {kind.__name__}"
         )
     attention = str(getattr(config_of(model), "_attn_implementation", ""))
     if "flash" in attention:

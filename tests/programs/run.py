@@ -87,8 +87,9 @@ def run(program: Program, checkout: Path, work: Path, side: str, port: int = 296
     variables = variables_of(program, work, side, record)
     variables["PYTHONPATH"] += f"{os.pathsep}{checkout / program.package}" if program.package else ""
     if program.before:
+        paths = f"{variables['PYTHONPATH']}{os.pathsep}{checkout / program.folder}"
         subprocess.run(program.before.replace("{python}", str(python)), cwd=place, shell=True, check=True,
-                       env=os.environ | {"PYTHONPATH": str(checkout / program.folder)})  # fmt: skip
+                       env=variables | {"PYTHONPATH": paths})  # fmt: skip
     for lock in (work / "extensions").rglob("lock"):  # of a run that was ended: others would wait for it without end
         lock.unlink()
     started = time.time()
