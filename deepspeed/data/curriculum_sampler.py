@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from deepspeed.data.curriculum import CurriculumScheduler, Difficulty
 from deepspeed.data.index_lists import Array
-from deepspeed.data.indexed_dataset import MMapIndexedDataset
+from deepspeed.data.indexed_dataset import MMapIndexedDataset, data_file_path
 from deepspeed.data.sample_order import ComputedPermutation
 from deepspeed.errors import DataError, DeepSpeedConfigError, UsageError
 from deepspeed.foundation.log import log_rank0
@@ -25,13 +25,14 @@ class DifficultyIndex:
     Args:
         name: name of the metric.
         config: its block of `curriculum_metrics`.
+        samples: number of samples of the dataset.
 
     Raises:
         DeepSpeedConfigError: a key is missing or wrong.
-        FileNotFoundError, DataError: an index is missing or damaged.
+        FileNotFoundError, DataError: an index is missing, damaged or of another dataset.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], samples: int) -> None:
         self.name, self.scheduler = name, CurriculumScheduler(config)
         self.max_difficulty = config["max_difficulty"]
         self.single_cluster = config.get("clustering_type", "schedule_based") == "single_cluster"
@@ -44,7 +45,9 @@ class DifficultyIndex:
             raise DeepSpeedConfigError(
                 f"curriculum metric {name}: `difficulty_type` is {self.by!r}; it has to be one of {', '.join(TYPES)}"
             )
-        self._rows = MMapIndexedDataset(self._path(config, "index_to_sample_path"))
+        self._rows_path = self._path(config, "index_to_sample_path")
+        self._rows = MMapIndexedDataset(self._rows_path)
+        self._check_ids(samples)
         self._bounds = np.concatenate([[0], np.cumsum(self._rows.sizes, dtype=np.int64)])
         if self.by == "value":
             values = MMapIndexedDataset(self._path(config, "index_to_metric_path"))
@@ -54,6 +57,19 @@ class DifficultyIndex:
                     f"curriculum metric {name}: `index_to_metric_path` has {len(self._values)} values for "
                     f"{len(self._rows)} rows of `index_to_sample_path`; it needs one for each, in ascending order"
                 )
+
+    def _check_ids(self, samples: int) -> None:
+        count = int(self._rows.sizes.sum(dtype=np.int64))
+        path = data_file_path(self._rows_path)
+        ids = np.memmap(path, self._rows.dtype, "r", shape=(count,)) if count else np.zeros(1, np.int64)
+        low, high = int(ids.min()), int(ids.max())
+        if count > samples or low < 0 or high >= samples:
+            raise DataError(
+                f"curriculum metric {self.name}: the index has {count} samples, with ids from {low} to {high}, and the "
+                f"dataset {samples}; it was made of another dataset"
+            )
+        if count < samples:
+            log_rank0(f"curriculum metric {self.name}: {samples - count} samples of the dataset are not in it")
 
     def _path(self, config: Mapping[str, Any], key: str) -> str:
         if not config.get(key):
@@ -86,7 +102,11 @@ class DifficultyIndex:
 
     def easiest(self) -> str:
         """Return a description of the easiest samples, for errors."""
-        return f"its smallest value is {self._values[0]}" if len(self._values) else "its index is empty"
+        if len(self._values):
+            return f"its smallest value is {self._values[0]}"
+        return (
+            f"{len(self)} samples give {len(self) // int(self.max_difficulty)} for each of {self.max_difficulty} points"
+        )
 
 
 @dataclass(frozen=True)
@@ -205,15 +225,7 @@ class CurriculumSampler(Sampler[list[int]]):
     ) -> None:
         if not metrics:
             raise DeepSpeedConfigError("curriculum_learning: `curriculum_metrics` is missing")
-        self.metrics = {name: DifficultyIndex(name, config) for name, config in metrics.items()}
-        for name, metric in self.metrics.items():
-            if len(metric) > samples:
-                raise DataError(
-                    f"curriculum metric {name}: the index has {len(metric)} samples and the dataset {samples}; it was "
-                    "made of another dataset"
-                )
-            if not metric.single_cluster and len(metric) < samples:
-                log_rank0(f"curriculum metric {name}: {samples - len(metric)} samples of the dataset are not in it")
+        self.metrics = {name: DifficultyIndex(name, config, samples) for name, config in metrics.items()}
         self._clusters = _Clusters(list(self.metrics.values()), samples, seed)
         self.micro, self.rank, self.world, self.seed = micro, rank, world, seed
         self.total, self._size = samples * epochs, micro * world * accumulation
@@ -243,16 +255,20 @@ class CurriculumSampler(Sampler[list[int]]):
         self._base = self._latest = SamplerProgress(size=self._size)
         return 1, 0
 
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        """Return epoch and position `batches` batches before a position; `size`: samples of each, of all ranks."""
+        return epoch, max(0, seen - batches * size)
+
     def __len__(self) -> int:
         """Return the number of micro-batches of a pass on each rank."""
-        left = self._stop(self._at(self.start)) - self.start
-        return max(0, left // (self.micro * self.world))
+        return max(0, self._stop() - self.start) // (self.micro * self.world)
 
-    def _stop(self, progress: SamplerProgress) -> int:
-        """Return where the stream ends: after the last whole global batch."""
-        if self.start > progress.consumed:  # in the middle of a batch, perhaps of another size
-            progress = replace(progress, consumed=progress.consumed + progress.size)
-        return progress.consumed + max(0, self.total - progress.consumed) // self._size * self._size
+    def _stop(self) -> int:
+        """Return where the stream ends: after the last whole global batch, from the one that is under way on."""
+        begun = self._base.consumed if self._base.consumed <= self.start else 0
+        if begun < self.start and begun + self._base.size > self.start:  # in a batch, perhaps of another size
+            begun += self._base.size
+        return begun + max(0, self.total - begun) // self._size * self._size
 
     def _batch(self, progress: SamplerProgress) -> tuple[Array, SamplerProgress]:
         """Return the samples of the global batch after a progress, and the progress after it."""
@@ -271,14 +287,18 @@ class CurriculumSampler(Sampler[list[int]]):
     def _at(self, seen: int) -> SamplerProgress:
         """Return the progress before the global batch that has sample number `seen`."""
         progress = self._latest if self._latest.consumed <= seen else self._base
-        while progress.consumed + progress.size <= seen:
+        if progress.consumed > seen:
+            progress = SamplerProgress(size=self._size)
+        while progress.consumed < seen and progress.consumed + progress.size <= seen:
             progress = self._batch(progress)[1]
+        if progress.consumed == seen:  # no sample of the next batch is used: it has this run's size
+            progress = replace(progress, size=self._size)
         self._latest = progress
         return progress
 
     def __iter__(self) -> Iterator[list[int]]:
         progress = self._at(self.start)
-        stop, offset = self._stop(progress), self.start - progress.consumed
+        stop, offset = self._stop(), self.start - progress.consumed
         together = self.micro * self.world
         while progress.consumed + progress.size <= stop:
             ids, progress = self._batch(progress)

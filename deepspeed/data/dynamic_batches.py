@@ -69,6 +69,16 @@ class TokenBatches(IndexLists):
         rest = np.sort(np.concatenate([self.left_out, self.ids[end:]]))
         return replace(self, ids=self.ids[:end], bounds=self.bounds[: count + 1], left_out=rest)
 
+    def between(self, start: int, stop: int) -> TokenBatches:
+        """Return the micro-batches from number `start` up to `stop`."""
+        ids, bounds = reordered(self.ids, self.bounds, np.arange(start, stop))
+        return replace(self, ids=ids, bounds=bounds)
+
+    def followed_by(self, other: TokenBatches) -> TokenBatches:
+        """Return these micro-batches and then others of the same samples."""
+        bounds = np.concatenate([self.bounds, other.bounds[1:] + len(self.ids)])
+        return replace(other, ids=np.concatenate([self.ids, other.ids]), bounds=bounds)
+
     def of_rank(self, rank: int, world: int) -> TokenBatches:
         """Return every `world`-th micro-batch, from `rank` on."""
         ids, bounds = reordered(self.ids, self.bounds, np.arange(rank, len(self), world))
@@ -181,45 +191,83 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._rank, self.world, self._multiple = rank, world, world * accumulation
         self._order: Order = order
         self._seed, self._options = seed, options
-        self._sizes: dict[int, Array] = {}  # of the steps of one epoch
+        # an epoch, and the parts of it that were formed for other numbers of ranks; an epoch and its batches' sizes
+        self._changes: tuple[int, list[tuple[int, int]]] = (-1, [])
+        self._sized: tuple[int, Array] = (-1, np.empty(0, np.int64))
         self.set_epoch(0)
         if len(self.batches.left_out):
             warn_once(f"{len(self.batches.left_out)} of {len(self.lengths)} samples are in no batch of tokens")
 
     def set_epoch(self, epoch: int) -> None:
         """Form the micro-batches of an epoch, the same on all ranks."""
+        if self._changes[0] != epoch:
+            self._changes = epoch, [(0, self._multiple)]
         self.epoch, self.batches = epoch, self._batches(epoch)
 
     def _batches(self, epoch: int) -> TokenBatches:
+        changes = self._changes[1] if epoch == self._changes[0] else [(0, self._multiple)]
         seed: Any = [self._seed, epoch]
-        whole = token_batches(self.lengths, self._budget, self._order, seed, **self._options)
-        return whole.evened(self._multiple)
+        batches = token_batches(self.lengths, self._budget, self._order, seed, **self._options)
+        for start, multiple in changes:
+            rest = batches.between(start, len(batches)).evened(multiple)
+            batches = batches.between(0, start).followed_by(rest)
+        return batches
+
+    def changes_of(self, epoch: int) -> list[tuple[int, int]]:
+        """Return (first micro-batch, ranks × accumulation) of the parts of an epoch, of which a resume begins one."""
+        return self._changes[1] if epoch == self._changes[0] else [(0, self._multiple)]
+
+    def go_on(self, epoch: int, seen: int, changes: Sequence[Sequence[int]]) -> None:
+        """Continue an epoch of which `seen` micro-batches were read, also with another ranks × accumulation.
+
+        Args:
+            epoch: the epoch.
+            seen: number of its micro-batches that all ranks together have read.
+            changes: `changes_of` the sampler that read them.
+
+        Raises:
+            DataError: too few samples are left for a micro-batch on each rank.
+        """
+        parts = [(int(start), int(multiple)) for start, multiple in changes]
+        if parts[-1][1] != self._multiple:
+            parts = [part for part in parts if part[0] < seen] + [(seen, self._multiple)]
+        self._changes = epoch, parts
+        self.set_epoch(epoch)
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of micro-batches of an epoch, over all ranks."""
+        return len(self.batches if epoch == self.epoch else self._batches(epoch))
 
     @property
     def step_sizes(self) -> Array:
-        """Return the number of samples of each optimizer step, over all ranks."""
-        return self.batches.counts.reshape(-1, self._multiple).sum(axis=1)
+        """Return the number of samples of each optimizer step of the epoch's last part, over all ranks."""
+        start = self.changes_of(self.epoch)[-1][0]
+        return self.batches.counts[start:].reshape(-1, self._multiple).sum(axis=1)
 
-    def size_from(self, epoch: int, batches: int) -> int:
-        """Return the number of samples, over all ranks, of the step after `batches` micro-batches of an epoch.
+    def size_from(self, epoch: int, seen: int) -> int:
+        """Return the number of samples, over all ranks, of the step that has micro-batch number `seen` of an epoch.
 
-        The first step of the next epoch follows the last one.
+        After the last one, the first step of the next epoch follows.
         """
-        sizes, step = self._sizes_of(epoch), batches // self._multiple
-        return int(sizes[step]) if step < len(sizes) else self.size_from(epoch + 1, 0)
-
-    def _sizes_of(self, epoch: int) -> Array:
-        if epoch not in self._sizes:
-            batches = self.batches if epoch == self.epoch else self._batches(epoch)
-            self._sizes = {epoch: batches.counts.reshape(-1, self._multiple).sum(axis=1)}
-        return self._sizes[epoch]
+        if epoch != self._sized[0]:
+            self._sized = epoch, (self.batches if epoch == self.epoch else self._batches(epoch)).counts
+        counts = self._sized[1]
+        if seen >= len(counts):
+            return self.size_from(epoch + 1, 0)
+        start = max(first for first, _ in self.changes_of(epoch) if first <= seen)
+        start += (seen - start) // self._multiple * self._multiple
+        return int(counts[start : start + self._multiple].sum())
 
     def __len__(self) -> int:
         return len(self.batches) // self.world
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for ids in self.batches.of_rank(self._rank, self.world):
+    def from_position(self, start: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches after the first `start` of all ranks."""
+        for ids in self.batches.between(start, len(self.batches)).of_rank(self._rank, self.world):
             yield ids.tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.from_position(0)
 
 
 def batch_by_seqlens(
@@ -353,6 +401,16 @@ class VariableBatchSizeLR:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def rescale(self) -> None:
+        """Scale the rates for the next step once more, whose batch may be another one than at the last `step`."""
+        self._set(self._plain)
+        self._scale()
+
+    def unscaled(self) -> Any:
+        """Return the other scheduler, with its rates as they were before they were scaled."""
+        self._set(self._plain)
+        return self.base_lr_scheduler
 
     def step(self, epoch: int | None = None) -> None:
         """Advance the other scheduler and scale its rates for the following batch; `epoch` sets the number of steps."""

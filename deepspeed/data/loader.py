@@ -20,7 +20,7 @@ from deepspeed.data.positions import (
     TokenBatchPosition,
 )
 from deepspeed.data.sample_order import EpochOrder, SampleOrder
-from deepspeed.errors import DataError
+from deepspeed.errors import ArgumentError, DataError
 from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.spans import LOADER, recorder
 
@@ -74,13 +74,14 @@ class DeepSpeedDataLoader:
         self._resume_at, self._loads = 0, 0  # position at which the next pass begins, number of loaded states
         self._carried = False  # whether that position is where the last pass ended
         self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        self.before_batch: Callable[[], None] | None = None  # called before each batch is read
         seed, last = loader.pop("seed", 0), _last_batch(loader)
         _check(dataset, loader.get("collate_fn"))
         self._position: Position
         batches: dict[str, Any] = {"batch_size": batch_size}
         if isinstance(dataset, IterableDataset):
             self._position = dataset = _split(dataset, sampler, StreamPosition(dataset, rank, world, batch_size, last))
-            loader["num_workers"] = _one_reader(dataset, loader.get("num_workers", 0))
+            _one_reader(dataset, loader)
         elif isinstance(sampler, (TokenBatchSampler, CurriculumSampler)):
             self._position = TokenBatchPosition(sampler) if isinstance(sampler, TokenBatchSampler) else sampler
             batches = {"batch_sampler": self._position}
@@ -121,6 +122,10 @@ class DeepSpeedDataLoader:
         """Set the epoch of the next pass, which determines the order of samples; each later pass adds one."""
         if self._carried and epoch != self.epoch:
             self._resume_at = 0
+        elif self._resume_at and epoch != self.epoch:
+            log_once(
+                f"set_epoch({epoch}) after a position of epoch {self.epoch} was loaded: it is used in epoch {epoch}"
+            )
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -147,7 +152,7 @@ class DeepSpeedDataLoader:
         position, stop = self._position, self._seen()
         if not isinstance(position, OrderedPosition) or not self._taken:
             return []
-        return position.order.indices(self._running, stop - self._unit, stop).tolist()
+        return position.between(self._running, stop - self._unit, stop)
 
     def remaining(self) -> int:
         """Return the number of batches from the position to the end of the pass."""
@@ -177,6 +182,8 @@ class DeepSpeedDataLoader:
         if self._position.start:
             torch.set_rng_state(drawn)
         while True:
+            if self.before_batch is not None:
+                self.before_batch()
             with recorder.span(LOADER, "next batch"):
                 batch = next(batches, _END)
             if batch is _END:
@@ -219,6 +226,8 @@ class DeepSpeedDataLoader:
         state: dict[str, Any] = {"epoch": epoch, "seen": self._seen()}
         if not isinstance(self.dataset, IterableDataset):
             state["samples"] = len(self.dataset)  # type: ignore[arg-type]
+        if isinstance(self._position, TokenBatchPosition):
+            state |= {"unit": "micro-batches", "changes": self._position.sampler.changes_of(epoch)}
         curriculum = self._curriculum()
         return state if curriculum is None else {**state, "curriculum": curriculum}
 
@@ -226,6 +235,14 @@ class DeepSpeedDataLoader:
         """Continue at the position of a `state_dict`, which may be of another number of ranks or batch size."""
         if isinstance(self._position, CurriculumSampler) and "curriculum" in state:
             self._position.load(state["curriculum"])
+        unit = "micro-batches" if isinstance(self._position, TokenBatchPosition) else "samples"
+        if state.get("unit", unit) != unit:
+            raise DataError(
+                f"the position counts {state['unit']} and this loader {unit}: batches of equal tokens and of equal "
+                "numbers of samples do not go on from each other"
+            )
+        if isinstance(self._position, TokenBatchPosition) and "changes" in state:
+            self._position.sampler.go_on(state["epoch"], state["seen"], state["changes"])
         self.epoch, self._position.start = state["epoch"], state["seen"]
         samples = None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
         if samples is not None and state.get("samples", samples) != samples:
@@ -240,29 +257,29 @@ class DeepSpeedDataLoader:
         self._resume_at, self._taken, self._carried = self._position.start, 0, False
         self._loads += 1
 
-    def rewind(self, batches: int, size: int) -> None:
+    def rewind(self, batches: int, size: int, ranks: int) -> None:
         """Move the position back, so that micro-batches are read again.
 
         Args:
-            batches: number of micro-batches, counted over all ranks.
+            batches: number of micro-batches of each rank.
             size: samples of each.
+            ranks: number of ranks that read them.
         """
         state = {name: value for name, value in self.state_dict().items() if name != "curriculum"}
-        epoch, seen = (
-            state["epoch"],
-            state["seen"] - batches * (1 if isinstance(self._position, TokenBatchPosition) else size),
-        )
-        if seen < 0 and epoch and isinstance(self._position, OrderedPosition):
-            epoch, seen = epoch - 1, seen + len(self._position.order)
-        self.load_state_dict({**state, "epoch": epoch, "seen": max(0, seen)})
+        epoch, seen = self._position.before(state["epoch"], state["seen"], batches, size * ranks)
+        self.load_state_dict({**state, "epoch": epoch, "seen": seen})
 
 
 def _place(rank: int | None, world: int | None) -> tuple[int, int]:
     """Return data-parallel rank and size; those that are None are the process's."""
-    if rank is None and world is None and ranks_started() > 1:
+    if rank is None and world is None:
+        if ranks_started() == 1:
+            return 0, 1
         data = current_mesh().axis(*DATA)
         return data.rank, data.size
-    return rank or 0, world or 1
+    if rank is None or world is None or not 0 <= rank < world:
+        raise ArgumentError(f"rank {rank} of world {world}: pass both, rank from 0 to world - 1, or none of them")
+    return rank, world
 
 
 def _order_of(dataset: Any, seed: int, shuffle: bool) -> SampleOrder:
@@ -275,6 +292,8 @@ def _order_of(dataset: Any, seed: int, shuffle: bool) -> SampleOrder:
 def _last_batch(loader: dict[str, Any]) -> LastBatch:
     """Return what happens at the end of an epoch, from arguments of a loader; `carry_last` is taken out."""
     carry = loader.pop("carry_last", False)
+    if not loader.get("in_order", True):
+        raise DataError("in_order=False hands out batches in any order, so that no position could be kept")
     if carry and loader.get("drop_last"):
         raise DataError("drop_last and carry_last exclude each other: the last samples are dropped or carried over")
     return "carry" if carry else "drop" if loader.get("drop_last") else "pad"
@@ -304,14 +323,17 @@ def _split(stream: IterableDataset[Any], sampler: object, position: StreamPositi
     return position
 
 
-def _one_reader(position: StreamPosition, workers: int) -> int:
-    """Return the number of the loader's processes: one at most, since each of several would read the whole stream."""
+def _one_reader(position: StreamPosition, loader: dict[str, Any]) -> None:
+    """Let one process at most read a stream, a new one in each pass.
+
+    Each of several would read the whole stream, and one that stays would not hear of the next epoch.
+    """
+    name, workers = type(position.stream).__name__, loader.get("num_workers", 0)
     if workers > 1:
-        log_once(
-            f"{type(position.stream).__name__} is read by one process of the loader instead of {workers}: each would "
-            "yield all of its samples"
-        )
-    return min(workers, 1)
+        log_once(f"{name} is read by one process of the loader instead of {workers}: each would yield all samples")
+        loader["num_workers"] = 1
+    if loader.pop("persistent_workers", False):
+        log_once(f"persistent_workers has no effect for {name}: each pass needs a new process to begin elsewhere")
 
 
 class RepeatingLoader:
@@ -341,3 +363,10 @@ class RepeatingLoader:
             f"RepeatingLoader: {type(self.loader).__name__} gives no batch when started again; it is empty, or an "
             "iterator or generator that can be read once (pass the object that makes it)"
         )
+
+
+def own_loader(loader: Any) -> DeepSpeedDataLoader | None:
+    """Return the loader with a position, also inside of a RepeatingLoader; None for other loaders."""
+    if isinstance(loader, RepeatingLoader):
+        loader = loader.loader
+    return loader if isinstance(loader, DeepSpeedDataLoader) else None

@@ -75,9 +75,10 @@ class MixtureOrder:
         for source in np.unique(sources):
             places = np.flatnonzero(sources == source)
             cycles, positions = np.divmod(numbers[places], self.counts[source])
-            for cycle in np.unique(cycles):
-                of_cycle = cycles == cycle
-                indices[places[of_cycle]] = self._offsets[source] + self._order(source, cycle, positions[of_cycle])
+            # numbers rise, so cycles do: each is a part
+            for part in np.split(np.arange(len(cycles)), np.flatnonzero(np.diff(cycles)) + 1):
+                order = self._order(source, cycles[part[0]], positions[part])
+                indices[places[part]] = self._offsets[source] + order
         return indices
 
     def _order(self, source: int, cycle: int, positions: Array) -> Array:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data._utils import worker
 
 from deepspeed.data.dynamic_batches import TokenBatchSampler
 from deepspeed.data.sample_order import SampleOrder
 from deepspeed.errors import DataError
+from deepspeed.foundation.log import log_once, log_rank0
 
 # What happens to the samples at the end of an epoch that are too few for a batch on every rank: some are repeated,
 # they are dropped, or the batch is filled from the next epoch, which begins after those.
@@ -36,6 +38,24 @@ class Position(Protocol):
     def after(self, seen: int) -> tuple[int, int]:
         """Return (epochs to go on by, position in that epoch) after a whole pass that ended at position `seen`."""
         ...
+
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        """Return the epoch and position `batches` batches before a position; `size`: samples of each, of all ranks."""
+        ...
+
+
+def _back(epoch: int, seen: int, count: int, whole: Callable[[int], int]) -> tuple[int, int]:
+    """Return the epoch and position `count` units before a position; `whole` returns the units of an epoch."""
+    while epoch and seen < count:
+        count, epoch = count - seen, epoch - 1
+        seen = whole(epoch)
+    return epoch, max(0, seen - count)
+
+
+def _back_in_batches(epoch: int, seen: int, batches: int, size: int, whole: int) -> tuple[int, int]:
+    """As `_back` in batches, of which the last in an epoch may be smaller; `whole`: batches of an epoch."""
+    epoch, seen_batches = _back(epoch, -(-seen // size), batches, lambda _: whole)
+    return epoch, seen_batches * size
 
 
 class OrderedPosition(Sampler[int]):
@@ -79,16 +99,36 @@ class OrderedPosition(Sampler[int]):
         if self.last == "carry" or stop <= count:
             return self.order.indices(epoch, start, stop)
         # as torch's DistributedSampler does: the first samples of the same epoch once more
-        return np.concatenate([self._indices(epoch, start, count), self._indices(epoch, 0, stop - count)])
+        more = min(stop - max(start, count), count)
+        first = self.order.indices(epoch, 0, more)[np.arange(max(start, count) - count, stop - count) % more]
+        return np.concatenate([self.order.indices(epoch, min(start, count), count), first])
+
+    def between(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Return the indices at positions of an epoch, of all ranks; positions that a pass does not reach have none."""
+        return self._indices(epoch, start, min(stop, self._stop())).tolist()
 
     def after(self, seen: int) -> tuple[int, int]:
         return divmod(seen, len(self.order)) if self.last == "carry" else (1, 0)
+
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        count = len(self.order)
+        if self.last == "carry":
+            return divmod(max(0, epoch * count + seen - batches * size), count)
+        whole = count // size if self.last == "drop" else -(-count // size)
+        return _back_in_batches(epoch, seen, batches, size, whole)
 
 
 class SkippingPosition(Sampler[Any]):
     """A caller's sampler without the indices that were already read."""
 
     def __init__(self, sampler: Sampler[Any], ranks: int) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise DataError(f"{type(sampler).__name__} has no length; a sampler needs one, so that ranks step together")
+        if not hasattr(sampler, "set_epoch"):
+            log_once(
+                f"{type(sampler).__name__} has no set_epoch: a run that goes on in the middle of a pass skips as many "
+                "samples as were read, and only an order that is equal then repeats none"
+            )
         self.sampler, self.ranks = sampler, ranks
         self.start = 0
 
@@ -106,6 +146,10 @@ class SkippingPosition(Sampler[Any]):
     def after(self, seen: int) -> tuple[int, int]:
         return 1, 0
 
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        whole = -(-len(self.sampler) * self.ranks // size)  # type: ignore[arg-type]
+        return _back_in_batches(epoch, seen, batches, size, whole)
+
 
 class TokenBatchPosition(Sampler[list[int]]):
     """Micro-batches of one rank by tokens; positions count micro-batches of all ranks."""
@@ -119,13 +163,16 @@ class TokenBatchPosition(Sampler[list[int]]):
             self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.start // self.sampler.world)
+        return max(0, self.sampler.batches_of(self.sampler.epoch) - self.start) // self.sampler.world
 
     def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(iter(self.sampler), self.start // self.sampler.world, None)
+        return self.sampler.from_position(self.start)
 
     def after(self, seen: int) -> tuple[int, int]:
         return 1, 0
+
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        return _back(epoch, seen, batches * self.sampler.world, self.sampler.batches_of)
 
 
 class StreamPosition(IterableDataset):  # type: ignore[type-arg]
@@ -145,6 +192,7 @@ class StreamPosition(IterableDataset):  # type: ignore[type-arg]
         self.epoch = epoch
 
     def _samples(self, epoch: int) -> Iterator[Any]:
+        worker._worker_info = None  # the only reader: streams that divide their samples among readers do so otherwise
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)  # type: ignore[attr-defined]
         return iter(self.stream)
@@ -175,3 +223,14 @@ class StreamPosition(IterableDataset):  # type: ignore[type-arg]
     def after(self, seen: int) -> tuple[int, int]:
         length = int(self._length[0])
         return divmod(seen, length) if self.last == "carry" and length > 0 else (1, 0)
+
+    def before(self, epoch: int, seen: int, batches: int, size: int) -> tuple[int, int]:
+        length = int(self._length[0])
+        if length <= 0:
+            if batches * size > seen:
+                log_rank0(f"{type(self.stream).__name__}: its length is unknown, so it goes on at its beginning")
+            return epoch, max(0, seen - batches * size)
+        if self.last == "carry":
+            return divmod(max(0, epoch * length + seen - batches * size), length)
+        whole = length // self.world * self.world
+        return _back_in_batches(epoch, seen, batches, size, whole // size if self.last == "drop" else -(-whole // size))

@@ -28,7 +28,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save.save import Background, Contents, Saving, Target
 from deepspeed.checkpoint.save.save_plan import Snapshot, capture
 from deepspeed.comm.process_groups.process_group import get_local_rank
-from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.data.loader import own_loader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
@@ -52,12 +52,12 @@ class RunState:
     def capture(self) -> dict[str, Any]:
         """Return the part of the state that is equal on all ranks, by name."""
         state = self._state
-        optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
+        optimizer, loader, window = state.components.optimizer, own_loader(state.training_dataloader), state.window
         run_state: dict[str, Any] = {
             "counters": {name: getattr(state, name) for name in COUNTERS},
             "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
             "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
-            "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
+            "data": None if loader is None else loader.state_dict(),
             "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
         }
         if state.compression is not None or state.removals:
@@ -124,9 +124,16 @@ class RunState:
             setattr(self._state, name, value)
         if self._state.random_ltd is not None and "random_ltd" in saved:
             self._state.random_ltd.load_state_dict(saved["random_ltd"])
-        loader = self._state.training_dataloader
-        if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
-            loader.load_state_dict(saved["data"])
+        loader, position = own_loader(self._state.training_dataloader), saved.get("data")
+        if loader is not None and position is not None:
+            loader.load_state_dict(position)
+        elif position is not None:
+            log_rank0(
+                f"the checkpoint's position in the data (epoch {position['epoch']}, {position['seen']} samples) is not "
+                f"used: the engine has no loader that keeps one; set engine.training_dataloader before load_checkpoint"
+            )
+        elif loader is not None and "counters" in saved:
+            log_rank0("the checkpoint has no position in the data: training_data begins at its start")
 
     def restore_optimizer(self, saved: dict[str, Any]) -> None:
         """Restore the loss scaler and optimizer state that belongs to no parameter; logs if the class differs."""
@@ -188,9 +195,9 @@ class RunState:
             saved: result of `capture`.
             why: reason for the log.
         """
-        seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
-        if isinstance(loader, DeepSpeedDataLoader):
-            loader.rewind(seen * then["ranks"], then["micro"])
+        seen, then, loader = saved["window"]["seen"], saved["batch"], own_loader(self._state.training_dataloader)
+        if loader is not None:
+            loader.rewind(seen, then["micro"], then["ranks"])
         self._state.micro_steps -= seen
         log_rank0(
             f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which starts again: "

@@ -16,7 +16,7 @@ from deepspeed.data.curriculum_sampler import CurriculumSampler
 from deepspeed.data.dynamic_batches import TokenBatchSampler, VariableBatchSizeLR
 from deepspeed.data.index_lists import Array
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
-from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.data.loader import DeepSpeedDataLoader, own_loader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import DataError, DeepSpeedConfigError, UsageError
 from deepspeed.foundation.log import warn_once
@@ -94,7 +94,9 @@ def _lengths(block: DynamicBatching, dataset: Any, sizes: Any = None) -> Array:
     where = _lengths_path(block)
     if sizes is None and where and MMapIndexedDataset.exists(where):
         index = MMapIndexedDataset(where)
-        sizes = np.concatenate([row[:1] for row in index]) if len(index) else np.empty(0, np.int64)
+        if len(index) and not bool((index.sizes == 1).all()):
+            raise DataError(f"dynamic_batching: {where} is no result of an analysis: its rows have several numbers")
+        sizes = np.fromfile(f"{where}.bin", index.dtype, len(index)).astype(np.int64)
     elif sizes is None:
         sizes = getattr(dataset, "sizes", None)
     if sizes is None:
@@ -161,8 +163,12 @@ def scaled_scheduler(state: EngineState, loader: Any, scheduler: Any) -> Any:
     optimizer = state.components.optimizer
     if scheduler is None and optimizer is None:
         return None
+    if isinstance(scheduler, VariableBatchSizeLR):  # of an earlier loader
+        scheduler = scheduler.unscaled()
     inner = _ConstantRates(optimizer) if scheduler is None else scheduler
-    return VariableBatchSizeLR(inner, base, loader.next_step_size, loader, method)
+    scaled = VariableBatchSizeLR(inner, base, loader.next_step_size, loader, method)
+    loader.before_batch = scaled.rescale  # after a step that the loss scaler skipped, no scheduler steps
+    return scaled
 
 
 class _Numbered(Dataset[Any]):
@@ -226,21 +232,21 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if sampling is None or not sampling.dynamic_batching.enabled:
         raise UsageError(f"{_FUNCTION}: set `enabled` in data_efficiency.data_sampling.dynamic_batching")
     block = sampling.dynamic_batching
-    if dataset_filter_ids is not None:
-        if dataset_seqlens is not None and len(dataset_seqlens) == len(dataset):
-            dataset_seqlens = [dataset_seqlens[index] for index in dataset_filter_ids]
-        dataset = Subset(dataset, list(dataset_filter_ids))
-
     collate: Any = dataloader_collate_fn or default_collate
     if dataset_seqlens is None and batch_seqlens_fn is not None:
         dataset_seqlens = _measured(block, dataset, batch_seqlens_fn, collate)
 
     def make() -> TokenBatchSampler:
-        return _token_sampler(state, block, _lengths(block, dataset, dataset_seqlens))
+        lengths = _lengths(block, dataset, dataset_seqlens)
+        return _token_sampler(
+            state, block, lengths if dataset_filter_ids is None else lengths[list(dataset_filter_ids)]
+        )
 
     sampler = raise_together(
         state.axes.everyone, make, lambda rank, text: DataError(f"rank {rank} has no batches of tokens: {text}")
     )
+    if dataset_filter_ids is not None:
+        dataset = Subset(dataset, list(dataset_filter_ids))
     if sample_padding_fn is not None:
         collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate)
         dataset = _Numbered(dataset)
@@ -253,6 +259,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 
 def loader_of(state: EngineState) -> DeepSpeedDataLoader:
     """Return the engine's loader; raises UsageError if it has none of its own."""
-    if not isinstance(state.training_dataloader, DeepSpeedDataLoader):
+    loader = own_loader(state.training_dataloader)
+    if loader is None:
         raise UsageError("the engine has no loader of training_data: pass training_data to initialize")
-    return state.training_dataloader
+    return loader

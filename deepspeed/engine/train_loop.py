@@ -181,6 +181,8 @@ class TrainLoop:
     ) -> DeepSpeedDataLoader:
         """Create a loader over this rank's part of a dataset; sequence-parallel ranks get slices of the same batch.
 
+        With a sampler of `data_efficiency.data_sampling`, all ranks must call this.
+
         Args:
             dataset: map-style or iterable dataset.
             batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
@@ -211,7 +213,7 @@ class TrainLoop:
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
             drop_last=self._state.ds_config.dataloader_drop_last,
-            carry_last=self._state.ds_config.dataloader_carry_last,
+            carry_last=self._state.ds_config.dataloader_carry_last and route == "train",
             part=partial(slice_batch, axis=sequence) if sequence.size > 1 else None,
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from torch.utils.data import Dataset
 
 import deepspeed
 from deepspeed.data.indexed_dataset import MMapIndexedDatasetBuilder
+from deepspeed.data.loader import RepeatingLoader
 from deepspeed.errors import DataError, DeepSpeedConfigError, UsageError
+from deepspeed.foundation.log import logger
 from tests.harness.pool import WorkerError
 
 SAMPLES, LARGEST = 96, 16
@@ -80,6 +85,19 @@ def engine_of(settings: dict[str, Any], **more: Any) -> Any:
     return deepspeed.initialize(
         model=model, optimizer=optimizer, config=settings, training_data=Texts(), collate_fn=padded, **more
     )[0]
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """The lines that this rank logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def together(numbers: torch.Tensor) -> list[int]:
@@ -195,6 +213,70 @@ def one_rank_without_its_index(folder: str) -> None:
     assert dist.get_rank() == 1 or "rank 1 has no sampler of training_data" in str(refused.value)
 
 
+def positions_that_are_kept_or_said(folder: str) -> None:
+    """A repeating loader keeps its position; a position without a loader, and a loader without one, are logged."""
+    settings = config({}, micro=6, dataloader_carry_last=True)
+    engine = engine_of(settings)
+    engine.training_dataloader = RepeatingLoader(engine.training_dataloader)
+    batches = engine.training_dataloader
+    steps = [step(engine, batches) for _ in range(7)]
+    engine.save_checkpoint(folder, "seven")
+    steps += [step(engine, batches) for _ in range(3)]
+    evaluation = engine.deepspeed_io(Texts(), route="eval", batch_size=36, collate_fn=padded)
+    for _ in range(2):  # each pass has all samples, whatever training carries over
+        seen = [number for batch in evaluation for number in together(batch["numbers"])]
+        assert sorted(seen) == list(range(SAMPLES))
+    engine.destroy()
+    again = engine_of(settings)
+    again.training_dataloader = RepeatingLoader(again.training_dataloader)
+    again.load_checkpoint(folder, "seven")
+    assert [step(again, again.training_dataloader) for _ in range(3)] == steps[7:]
+    again.destroy()
+    model = torch.nn.Linear(1, 1)
+    bare = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=settings)[0]
+    with captured() as lines:
+        bare.load_checkpoint(folder, "seven")
+    assert dist.get_rank() or any("position in the data (epoch" in line for line in lines)
+    bare.save_checkpoint(folder, "bare")
+    bare.destroy()
+    late = engine_of(settings)
+    with captured() as lines:
+        late.load_checkpoint(folder, "bare")
+    assert dist.get_rank() or any("no position in the data" in line for line in lines)
+    late.destroy()
+
+
+def a_skipped_step(folder: str) -> None:
+    """After a step that the loss scaler skipped, the rate is that of the next batch, not of the last one."""
+    block = {"enabled": True, "max_tokens": 13, "sequence_picking_order": "random", "metrics_path": folder}
+    scale = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    engine = engine_of(config({"dynamic_batching": block}, fp16=scale))
+    sampler, sizes = engine.training_dataloader.custom_sampler, []
+    for number, batch in enumerate(engine.training_dataloader):
+        if number % 2 == 0:
+            sizes.append(engine.get_lr()[0] / 1e-2 * 12)
+        loss = engine(batch["numbers"].half()[:, None] / 100).mean()
+        engine.backward(loss * (float("inf") if number == 3 else 1.0))
+        engine.step()
+    assert engine.skipped_steps == 1
+    assert sizes == pytest.approx(sampler.step_sizes.tolist())
+    engine.destroy()
+
+
+def two_loaders(folder: str) -> None:
+    block = {"enabled": True, "max_tokens": 13, "metrics_path": folder}
+    engine = engine_of(config({"dynamic_batching": block}))
+    from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
+        get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed as make,
+    )
+
+    chosen = list(range(0, SAMPLES, 2))
+    _, scheduler, more = make(Texts(), engine, dataset_filter_ids=chosen, dataloader_collate_fn=padded)
+    assert more["dataset_seqlens"] == LENGTHS[chosen].tolist()
+    assert scheduler.get_last_lr()[0] == pytest.approx(1e-2 * more["batch_sizes"][0] / 12)
+    engine.destroy()
+
+
 def refused(folder: str) -> None:
     both = curriculum(folder) | {"dynamic_batching": {"enabled": True, "max_tokens": 9, "metrics_path": folder}}
     for settings, text in (
@@ -209,7 +291,17 @@ def refused(folder: str) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [with_curriculum, with_a_function, with_token_batches, through_the_function, one_rank_without_its_index, refused],
+    [
+        with_curriculum,
+        with_a_function,
+        with_token_batches,
+        through_the_function,
+        one_rank_without_its_index,
+        positions_that_are_kept_or_said,
+        a_skipped_step,
+        two_loaders,
+        refused,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_sampling_by_the_json(workers: Any, program: Any, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class DataEfficiency(Section):
     open_names = True
     switch = "enabled"
     enabled: bool | None = key(None, "curriculum, dynamic batches, token dropping; null: the blocks inside decide")
-    seed: Int = key(1234, "seed of the draws")
+    seed: Int = key(1234, "seed of the draws", ge=0)
     data_sampling: DataSampling = key(DataSampling, "which samples")
     data_routing: DataRouting = key(DataRouting, "which tokens")
 

@@ -135,7 +135,7 @@ def test_a_resume_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     again.load_state_dict(first.state_dict())
     batches = iter(again)
     assert [next(batches) for _ in range(8)] == expected[6:]
-    again.rewind(9, 3)
+    again.rewind(9, 3, 1)
     batches = iter(again)
     assert [next(batches) for _ in range(9)] == expected[5:]
 
@@ -177,7 +177,7 @@ def test_wrong_metrics_are_refused_at_the_start(tmp_path: Path, more: dict, kind
 
 def test_wrong_indexes_are_refused(tmp_path: Path) -> None:
     good = metric(tmp_path / "a")
-    with pytest.raises(DataError, match="240 samples and the dataset 100"):
+    with pytest.raises(DataError, match="ids from 0 to 239, and the dataset 100"):
         CurriculumSampler({"a": good}, 100, 12)
     with pytest.raises(DataError, match="fewer than a global batch"):
         CurriculumSampler({"a": good}, SAMPLES, 500)
@@ -187,3 +187,45 @@ def test_wrong_indexes_are_refused(tmp_path: Path) -> None:
         CurriculumSampler({"a": good | {"index_to_metric_path": str(tmp_path / "none")}}, SAMPLES, 12)
     with pytest.raises(DeepSpeedConfigError, match="`curriculum_metrics` is missing"):
         CurriculumSampler({}, SAMPLES, 12)
+
+
+def test_another_global_batch_begins_where_the_last_one_ended(tmp_path: Path) -> None:
+    metrics, data = {"a": metric(tmp_path / "a")}, list(range(SAMPLES))
+
+    def loader(micro: int, accumulation: int) -> DeepSpeedDataLoader:
+        sampler = CurriculumSampler(metrics, SAMPLES, micro, accumulation=accumulation, epochs=20)
+        return DeepSpeedDataLoader(data, micro, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+
+    first = loader(3, 4)
+    batches = iter(first)
+    for _ in range(8):
+        next(batches)
+    other = loader(8, 2)
+    other.load_state_dict(first.state_dict())
+    assert len(loader(8, 2)) == SAMPLES * 20 // 16 * 2
+    passes = iter(other)
+    assert all(len(next(passes)) == 8 for _ in range(4)) and other.state_dict()["seen"] == 24 + 32
+    again = loader(8, 2)
+    again.load_state_dict(other.state_dict())
+    assert [next(passes) for _ in range(3)] == [batch for _, batch in zip(range(3), again, strict=False)]
+
+
+def test_the_length_needs_no_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = CurriculumSampler({"a": metric(tmp_path / "a")}, SAMPLES, 12, epochs=1000)
+    batches = iter(sampler)
+    for _ in range(50):
+        next(batches)
+    monkeypatch.setattr(sampler, "_batch", None)
+    assert len(sampler) == SAMPLES * 1000 // 12
+
+
+def test_ids_outside_of_the_dataset_are_refused_at_the_start(tmp_path: Path) -> None:
+    for wrong in (-7, SAMPLES):
+        block = metric(tmp_path / f"a{wrong}")
+        rows = [[number] for number in range(23)] + [[wrong]]
+        block["index_to_sample_path"] = pair(tmp_path / f"ids{wrong}", rows)
+        with pytest.raises(DataError, match="made of another dataset"):
+            CurriculumSampler({"a": block}, SAMPLES, 12)
+    few = metric(tmp_path / "few", VALUES[:50], by="percentile")
+    with pytest.raises(DataError, match="50 samples give 0 for each of 100 points"):
+        CurriculumSampler({"a": few}, 50, 12)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.data.dynamic_batches import TokenBatchSampler
+from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.data.mixture import Mixture
-from deepspeed.errors import DataError
+from deepspeed.errors import ArgumentError, DataError
 
 GLOBAL_BATCH = 12
 
@@ -156,3 +157,100 @@ def test_dropping_and_carrying_exclude_each_other() -> None:
 
 def test_an_empty_stream_that_is_carried_over_ends() -> None:
     assert list(DeepSpeedDataLoader(Stream(0), 2, carry_last=True)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"carry_last": True}], ids=["pad", "drop", "carry"])
+@pytest.mark.parametrize("kind", ["numbers", "stream"])
+def test_a_rewind_goes_back_over_ends_of_epochs(kind: str, options: dict[str, bool]) -> None:
+    draw = random.Random(5)
+    for _ in range(60):
+        size, batch, steps = draw.randint(1, 40), draw.randint(1, 12), draw.randint(1, 12)
+        if options.get("drop_last") and size < batch:
+            continue
+        loader = DeepSpeedDataLoader(dataset(kind, size), batch, collate_fn=list, **options)
+        batches = RepeatingLoader(loader)
+        read = [next(batches) for _ in range(steps)]
+        back = draw.randint(1, steps)
+        if kind == "stream" and loader.epoch < 2:  # its length is not known before its end
+            back = min(back, loader.state_dict()["seen"] // batch)
+        loader.rewind(back, batch, 1)
+        assert [next(batches) for _ in range(back)] == read[steps - back :]
+
+
+def test_streams_that_divide_themselves_among_readers_have_one_order() -> None:
+    source = pytest.importorskip("datasets").Dataset.from_dict({"n": list(range(30))})
+    stream = source.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=4)
+
+    def samples(workers: int) -> list[int]:
+        loader = DeepSpeedDataLoader(stream, 2, collate_fn=list, num_workers=workers)
+        return [sample["n"] for _ in range(2) for batch in loader for sample in batch]
+
+    assert samples(0) == samples(1) and len(samples(0)) == 60
+
+
+def test_a_stream_needs_a_new_reader_in_each_pass() -> None:
+    loader = DeepSpeedDataLoader(Stream(9), 2, num_workers=1, persistent_workers=True, collate_fn=list)
+    loader.load_state_dict({"epoch": 0, "seen": 4})
+    passes = [[sample for batch in loader for sample in batch] for _ in range(3)]
+    assert [len(samples) for samples in passes] == [5, 9, 9] and passes[1] != passes[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (dict(rank=1), ArgumentError, "pass both"),
+        (dict(rank=5, world=2), ArgumentError, "rank 5 of world 2"),
+        (dict(in_order=False, num_workers=2), DataError, "in any order"),
+        (dict(sampler=iter([1])), DataError, "has no length"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, kind: type, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        DeepSpeedDataLoader(Numbers(10), 2, **arguments)
+
+
+def test_a_position_of_another_unit_is_refused() -> None:
+    tokens = DeepSpeedDataLoader(Numbers(10), 2, sampler=TokenBatchSampler([3] * 10, 6))
+    with pytest.raises(DataError, match="counts micro-batches and this loader samples"):
+        DeepSpeedDataLoader(Numbers(10), 2).load_state_dict(tokens.state_dict())
+
+
+def test_a_rank_far_beyond_a_tiny_dataset_gets_a_repeated_sample() -> None:
+    loaders = [DeepSpeedDataLoader(Numbers(2), 1, rank=r, world=2000) for r in (0, 1, 1999)]
+    assert [batch.tolist() for loader in loaders for batch in loader] in ([[0], [1], [1]], [[1], [0], [0]])
+
+
+def test_the_last_indices_are_what_was_handed_out() -> None:
+    loader = DeepSpeedDataLoader(Numbers(10), 4, shuffle=False)
+    assert [loader.last_indices() for _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert loader.last_indices() == []
+
+
+@pytest.mark.parametrize("order", ["random", "dataloader", "bucketed", "seqlen"])
+def test_token_batches_go_on_with_other_ranks_and_steps(order: Any) -> None:
+    lengths = [random.Random(seed).randint(1, 30) for seed in range(200)]
+
+    def loaders(world: int, accumulation: int) -> list[DeepSpeedDataLoader]:
+        samplers = [TokenBatchSampler(lengths, 60, r, world, accumulation, order=order) for r in range(world)]
+        return [
+            DeepSpeedDataLoader(Numbers(200), 1, rank=r, world=world, sampler=sampler, collate_fn=list)
+            for r, sampler in enumerate(samplers)
+        ]
+
+    for shapes in ([(4, 8), (1, 1)], [(1, 1), (4, 8)], [(4, 2), (3, 2), (2, 1)], [(1, 4), (2, 2), (4, 1)]):
+        state, samples = None, list[int]()
+        for number, (world, accumulation) in enumerate(shapes):
+            together = loaders(world, accumulation)
+            for loader in together:
+                if state is not None:
+                    loader.load_state_dict(state)
+            passes = [iter(loader) for loader in together]
+            last = number == len(shapes) - 1
+            for _ in range(1000 if last else accumulation):
+                batches = [next(batches, None) for batches in passes]
+                if batches[0] is None:
+                    assert batches == [None] * world
+                    break
+                samples += [sample for batch in batches if batch is not None for sample in batch]
+            state = together[0].state_dict()
+        assert sorted(samples) == list(range(200)), shapes

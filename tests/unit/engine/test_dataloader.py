@@ -82,7 +82,7 @@ def test_a_stream_is_split_by_position_into_equal_shares() -> None:
     [
         (lambda: DeepSpeedDataLoader(DataLoader(Numbers(4)), 2), "pass its dataset"),
         (lambda: DeepSpeedDataLoader(Numbers(0), 2), "no samples"),
-        (lambda: DeepSpeedDataLoader(Numbers(3), 2, world=2, drop_last=True), "no rank gets a full batch"),
+        (lambda: DeepSpeedDataLoader(Numbers(3), 2, rank=0, world=2, drop_last=True), "no rank gets a full batch"),
         (lambda: DeepSpeedDataLoader(Stream(3), 2, sampler=[0]), "chooses indices"),
     ],
 )
@@ -233,9 +233,9 @@ def test_positions() -> None:
     batches = RepeatingLoader(loader)
     seen = [next(batches).tolist() for _ in range(6)]
     assert loader.state_dict() == {"epoch": 1, "seen": 4, "samples": 8}
-    loader.rewind(1, 2)
+    loader.rewind(1, 2, 1)
     assert next(batches).tolist() == seen[5]  # the pass under way goes back too
-    loader.rewind(3, 2)
+    loader.rewind(3, 2, 1)
     assert [next(batches).tolist() for _ in range(3)] == seen[3:]
     loader.load_state_dict({"epoch": 0, "seen": 8})
     assert next(batches).tolist() == seen[4]  # that epoch is over
