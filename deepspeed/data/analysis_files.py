@@ -148,13 +148,14 @@ class MapFiles:
             for thread in threads:
                 content["done"].pop(str(thread), None)
 
-    def write(self, thread: int, ids: Array, values: Array | None) -> None:
+    def write(self, thread: int, ids: Array, values: Array | None, digest: str | None = None) -> None:
         """Write the results of one thread.
 
         Args:
             thread: its number.
             ids: int64 ids of its samples.
             values: its int64 values in the same order, or its sum.
+            digest: of the dataset (see `sample_digest`).
 
         Raises:
             DataError: its sum has another shape than that of another thread.
@@ -171,7 +172,8 @@ class MapFiles:
                 if content["shape"] != list(values.shape):
                     raise DataError(_shapes(self.metric, content["shape"], values.shape))
                 self._put([(thread * values.size, values.ravel())])
-            content["done"][str(thread)] = {"samples": len(ids), "summed": values is not None}
+            done = {"samples": len(ids), "summed": values is not None}
+            content["done"][str(thread)] = done | {"function": self.metric.function_name, "digest": digest}
 
     def _put(self, parts: list[tuple[int, Array | None]]) -> None:
         with open(os.open(self.data, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
@@ -179,8 +181,19 @@ class MapFiles:
                 file.seek(8 * place)
                 file.write(np.ascontiguousarray(array, np.int64).data)
 
-    def problem(self) -> str:
-        """Return what keeps the files from being reduced; "" if nothing does."""
+    def digests(self) -> list[str]:
+        """Return the digests of the dataset that the threads noted; none if the record cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            rows = json.loads(self.record.read_text()).get("done", {}).values()
+            return [digest for row in rows if (digest := row.get("digest"))]
+        return []
+
+    def problem(self, digest: str | None) -> str:
+        """Return what keeps the files from being reduced; "" if nothing does.
+
+        Args:
+            digest: of the dataset (see `sample_digest`); None: it is not compared.
+        """
         name = f"worker {self.worker}"
         try:
             content = json.loads(self.record.read_text())
@@ -194,6 +207,8 @@ class MapFiles:
         threads = [thread for thread in range(self.shape.threads) if str(thread) not in content["done"]]
         if threads:
             return f"{name} did not finish thread(s) {', '.join(map(str, threads))} (it died, or still runs)"
+        if strange := self._strange(content["done"], digest):
+            return strange
         counts = [content["done"][str(thread)]["samples"] for thread in range(self.shape.threads)]
         sizes = [stop - start for start, stop in self.shape.splits(self.worker)]
         if counts != sizes:
@@ -201,6 +216,19 @@ class MapFiles:
         size = os.path.getsize(self.data) if self.data.exists() else 0
         if size < self._elements(content) * 8:
             return f"{self.data} has {size} bytes of {8 * self._elements(content)}: it is truncated"
+        return ""
+
+    def _strange(self, done: Mapping[str, Any], digest: str | None) -> str:
+        """Return which thread is of another run, by its function or dataset; "" if none is."""
+        for thread, row in sorted(done.items()):
+            what = ""
+            if row.get("function") != self.metric.function_name:
+                what = f"its function was {row.get('function')}, and is {self.metric.function_name} now"
+            elif digest and row.get("digest") not in (None, digest):
+                what = "the first, middle or last sample of its dataset was another one"
+            if what:
+                again = f"run worker {self.worker} again, or remove the file"
+                return f"thread {thread} in {self.record} is of another run ({what}): {again}"
         return ""
 
     def _elements(self, content: Mapping[str, Any]) -> int:
@@ -239,9 +267,15 @@ def _shapes(metric: Metric, shape: Any, other: Any) -> str:
 
 
 def read_map(
-    save_path: str | os.PathLike[str], metric: Metric, shape: Shape
+    save_path: str | os.PathLike[str], metric: Metric, shape: Shape, digest: str | None
 ) -> tuple[list[MapFiles], tuple[Array, Array] | Array]:
     """Return the files of all workers, and ids and values of all samples, or the sum.
+
+    Args:
+        save_path: folder of the analysis.
+        metric: the metric.
+        shape: division of the samples.
+        digest: of the dataset (see `sample_digest`); None: the digests of the workers are compared with each other.
 
     Raises:
         DataError: a worker has not run, did not finish, or has files of another run; the message names each.
@@ -250,7 +284,8 @@ def read_map(
     files = [MapFiles(save_path, metric, shape, worker) for worker in range(shape.workers)]
     names = {part.record for part in files}
     strange = sorted(path for path in folder.glob(f"{metric.name}_map_worker*.json") if path not in names)
-    problems = [problem for part in files if (problem := part.problem())]
+    digest = digest or next((noted for part in files for noted in part.digests()), None)
+    problems = [problem for part in files if (problem := part.problem(digest))]
     problems += [f"{path} is of a run with more workers: remove it" for path in strange]
     if problems:
         raise DataError(f"metric {metric.name!r} cannot be reduced: {'; '.join(problems)}")

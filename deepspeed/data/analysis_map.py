@@ -6,6 +6,7 @@ known whatever its form is: tensor, dict or tuple.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context
 from typing import Any
 
@@ -28,6 +30,7 @@ Report = Callable[[int], None]
 SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
 _REPORT_S = 0.1  # between two reports of a process
 _LARGEST = 2**63 - 1
+_READS = 3  # of the samples of a digest: random ones are rarely three times the same
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ class Metric:
     function: Callable[[Any], Any]
     kind: str
     dtype: np.dtype[Any] | None = None
+
+    @property
+    def function_name(self) -> str:
+        """Return the name of the function, or of its class if it is an object."""
+        function = self.function
+        while isinstance(function, partial):
+            function = function.func
+        return getattr(function, "__qualname__", type(function).__qualname__)
 
     def values(self, batch: Any, samples: int) -> Array:
         """Return the function's values for a batch, as int64.
@@ -201,6 +212,49 @@ class Analysis:
             report(position + count - start)
         results: dict[str, Array | None] = {name: joined(parts) for name, parts in lists.items()}
         return MapResult(joined(ids), results | {name: part.total for name, part in sums.items()})
+
+
+def sample_digest(dataset: Any) -> str | None:
+    """Return a digest of the first, the middle and the last sample of a dataset: one for all processes that have it.
+
+    Tensors, arrays, numbers, strings and bytes count, also in mappings, lists and tuples; of other objects, their type.
+
+    Returns:
+        Hexadecimal digits; None if the samples cannot be read here, or are others each time.
+    """
+    positions = sorted({0, len(dataset) // 2, len(dataset) - 1})
+    digests = set()
+    for _ in range(_READS):
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            for position in positions:
+                _update(digest, dataset[position])
+        except Exception:  # a worker needs to read its own samples only
+            return None
+        digests.add(digest.hexdigest())
+    return digests.pop() if len(digests) == 1 else None
+
+
+def _update(digest: Any, sample: Any) -> None:
+    """Add a sample to a digest; each part with its type and size, so that the parts cannot be confused."""
+    content = b""
+    if isinstance(sample, Mapping):
+        sample = sorted(sample.items(), key=lambda item: str(item[0]))
+    if isinstance(sample, torch.Tensor):
+        sample = sample.detach().cpu()
+        kind = f"{sample.dtype} {tuple(sample.shape)}"
+        content = sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(sample, (np.ndarray, np.generic)) and not sample.dtype.hasobject:
+        kind, content = f"{sample.dtype} {sample.shape}", sample.tobytes()
+    elif isinstance(sample, (list, tuple, np.ndarray)):
+        kind = f"list {len(sample)}"
+        for element in sample:
+            _update(digest, element)
+    else:
+        kind = type(sample).__name__
+        if isinstance(sample, (str, bytes, bool, int, float, complex)):
+            content = repr(sample).encode(errors="surrogatepass")
+    digest.update(f"{kind} {len(content)}\n".encode() + content)
 
 
 def joined(parts: Sequence[Array]) -> Array:

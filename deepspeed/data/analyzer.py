@@ -18,7 +18,17 @@ from deepspeed import comm
 from deepspeed.comm.collectives.same_error import raise_together
 from deepspeed.comm.process_groups.axis import Axis, group_axis, world_axis
 from deepspeed.data.analysis_files import MapFiles, Results, Shape, check_folder, check_ids, read_map
-from deepspeed.data.analysis_map import SINGLE, Analysis, MapResult, Metric, Report, Sum, in_processes, joined
+from deepspeed.data.analysis_map import (
+    SINGLE,
+    Analysis,
+    MapResult,
+    Metric,
+    Report,
+    Sum,
+    in_processes,
+    joined,
+    sample_digest,
+)
 from deepspeed.errors import ArgumentError, DataError, UsageError
 from deepspeed.foundation.progress_line import CountLine
 
@@ -127,11 +137,16 @@ class DataAnalyzer:
             files = [MapFiles(self.save_path, m, self._shape, self.worker_id) for m in self._analysis.metrics]
             for pair in files:
                 pair.begin(self._threads)
-            run = [self._analysis.run] * self.num_threads
+            run = [self._run_map] * self.num_threads
             deliver = partial(_write, files)
         tasks = {thread: partial(run[thread], *splits[thread]) for thread in self._threads}
         samples = sum(stop - start for start, stop in (splits[thread] for thread in self._threads))
         _run(tasks, self.worker_id, samples, deliver)
+
+    def _run_map(self, start: int, stop: int, report: Report) -> tuple[MapResult, str | None]:
+        """Return the results of a range, and the digest of the dataset as this process has it."""
+        # the digest comes last, so that it changes no random numbers that the dataset draws
+        return self._analysis.run(start, stop, report), sample_digest(self.dataset)
 
     def _run_custom(self, custom: _CustomMap, thread: int, start: int, stop: int, report: Report) -> None:
         results = custom.init(
@@ -147,17 +162,24 @@ class DataAnalyzer:
 
         Earlier results of the same metric are replaced.
 
+        Files of another run are refused if they differ in one of these: number of samples, workers or threads; type of
+        the metric; name of its function (of its class if it is an object); first, middle or last sample of the dataset,
+        as far as they consist of tensors, arrays, numbers, strings and bytes. Samples that cannot be read, or are
+        others each time, are not compared. Nothing else can be noticed, such as another sample in between or a change
+        inside a function: remove the folder after such a change.
+
         Raises:
-            DataError: a worker has not run, did not finish or has files of another run, or an id is missing or occurs
-                twice.
+            DataError: a worker has not run, did not finish or has files of another run (see above), or an id is missing
+                or occurs twice.
         """
         if self._custom_reduce is not None:
             sizes = self.num_workers, self.num_threads, self.num_threads_reduce
             self._custom_reduce(self.dataset, self.metric_names, self.metric_types, self.save_path, *sizes)
             return
         obsolete: list[MapFiles] = []
+        digest = sample_digest(self.dataset)
         for metric in self._analysis.metrics:
-            files, values = read_map(self.save_path, metric, self._shape)
+            files, values = read_map(self.save_path, metric, self._shape, digest)
             _reduce(self.save_path, self._analysis, metric, values)
             obsolete += files
         for pair in obsolete:  # after all metrics, so that a failed reduce can be repeated
@@ -381,9 +403,10 @@ def _ignore(thread: int, result: object) -> None:
     """Stand for the writing of results: custom functions write their own."""
 
 
-def _write(files: list[MapFiles], thread: int, result: MapResult) -> None:
+def _write(files: list[MapFiles], thread: int, delivered: tuple[MapResult, str | None]) -> None:
+    result, digest = delivered
     for pair in files:
-        pair.write(thread, result.ids, result.values[pair.metric.name])
+        pair.write(thread, result.ids, result.values[pair.metric.name], digest)
 
 
 def _reduce(save_path: StrPath, analysis: Analysis, metric: Metric, values: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,8 +35,10 @@ class FeedRecord:
         tokens: number of tokens of each batch, without padding.
         padding: number of padded positions of each batch.
         lengths: length of every sequence; packed ones begin where `position_ids` are 0.
-        sources: for each batch, how many samples of each source all ranks were fed, if the dataset is a `Mixture`.
-        names: names of the sources.
+        sources: for each batch of a loader whose dataset is a `Mixture`, how many samples of each source all ranks were
+            fed, in the order of `names`; sources whose names came later are left out.
+        source_batches: for each element of `sources`, the index of its batch in `tokens`.
+        names: names of the sources of all mixtures.
     """
 
     pad_token_id: int = 0
@@ -44,6 +46,7 @@ class FeedRecord:
     padding: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     sources: list[Array] = field(default_factory=list)
+    source_batches: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def of(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -52,24 +55,29 @@ class FeedRecord:
         for batch in loader:
             self.add(batch)
             if isinstance(mixture, Mixture) and isinstance(loader, DeepSpeedDataLoader):
-                self.names = mixture.names
-                counts = np.zeros(len(self.names), np.int64)
-                for index in loader.last_indices():
-                    counts[mixture.source_of(index)] += 1
-                self.sources.append(counts)
+                self._add_sources(mixture, loader.last_indices())
             yield batch
 
+    def _add_sources(self, mixture: Mixture, indices: Iterable[int]) -> None:
+        self.names += [name for name in mixture.names if name not in self.names]
+        columns = [self.names.index(name) for name in mixture.names]
+        counts = np.zeros(len(self.names), np.int64)
+        for index in indices:
+            counts[columns[mixture.source_of(index)]] += 1
+        self.sources.append(counts)
+        self.source_batches.append(len(self.tokens) - 1)
+
     def add(self, batch: Any) -> None:
-        """Count a batch: a tensor of token ids `[rows, tokens]`, or a dict with `input_ids`.
+        """Count a batch: a tensor of token ids `[rows, tokens]`, or a mapping with `input_ids`, such as a dict.
 
         Raises:
             DataError: the batch has no such tensor.
         """
-        ids = batch.get("input_ids") if isinstance(batch, dict) else batch
+        more: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
+        ids = more.get("input_ids") if isinstance(batch, Mapping) else batch
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            kind = f"dict of {sorted(batch)}" if isinstance(batch, dict) else type(batch).__name__
+            kind = type(batch).__name__ + (f" of {sorted(map(str, more))}" if isinstance(batch, Mapping) else "")
             raise DataError(f"a batch is counted by its input_ids, a tensor [rows, tokens]; it is a {kind}")
-        more = batch if isinstance(batch, dict) else {}
         mask, positions = more.get("attention_mask"), more.get("position_ids")
         real = self._real(ids) if mask is None else mask.bool()
         starts = torch.zeros_like(ids, dtype=torch.bool) if positions is None else positions.expand_as(ids) == 0
@@ -110,12 +118,13 @@ class FeedRecord:
         shares = np.cumsum(self.padding) / np.maximum(1, np.cumsum(self.padding) + np.cumsum(self.tokens))
         axes[1].plot(steps, 100 * shares)
         axes[1].set(title="share of padding so far, %", xlabel="batch", ylim=(0, None))
-        axes[2].hist(self.lengths, bins=min(50, max(self.lengths)))
+        axes[2].hist(self.lengths, bins=min(50, max(self.lengths, default=1)))
         axes[2].set(title="lengths of sequences", xlabel="tokens")
         if self.sources:
-            counts = np.cumsum(self.sources, axis=0)
-            axes[3].stackplot(steps, *(counts / counts.sum(axis=1, keepdims=True)).T * 100, labels=self.names)
-            axes[3].set(title="samples by source so far, %", xlabel="batch", ylim=(0, 100))
+            counts = np.cumsum([np.pad(row, (0, len(self.names) - len(row))) for row in self.sources], axis=0)
+            parts = (counts / np.maximum(1, counts.sum(axis=1, keepdims=True))).T * 100
+            axes[3].stackplot(self.source_batches, *parts, labels=self.names)
+            axes[3].set(title="samples by source so far, %", xlabel="batch", xlim=axes[0].get_xlim(), ylim=(0, 100))
             axes[3].legend(loc="lower right")
         else:
             axes[3].set_axis_off()

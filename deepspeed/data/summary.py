@@ -124,7 +124,10 @@ def _describe_metric(folder: str, name: str) -> dict[str, Any] | None:
     prefixes = {result: result_prefix(folder, name, result) for results in RESULTS.values() for result in results}
     present = {result for result, prefix in prefixes.items() if os.path.exists(index_file_path(prefix))}
     if "metric_value" in present:
-        total = open_pair(str(prefixes["metric_value"]))[0]
+        pair = _open_result(str(prefixes["metric_value"]))
+        if len(pair) != 1:
+            raise DataError(f"{_prefix(pair)} is damaged: it has {len(pair)} rows, and a sum is one")
+        total = pair[0]
         largest = np.argsort(-total.astype(np.float64), kind="stable")[:_LISTED]
         return {
             "type": ACCUMULATED,
@@ -134,8 +137,8 @@ def _describe_metric(folder: str, name: str) -> dict[str, Any] | None:
         }
     if not present:
         return None
-    pairs = [open_pair(str(prefixes[result])) for result in RESULTS[SINGLE]]
-    values, distinct, samples, merged = pairs
+    values, distinct, samples, merged = (_open_result(str(prefixes[result])) for result in RESULTS[SINGLE])
+    _check_single(values, distinct, samples)
     every = _elements(values)
     ends = []
     for rows in (range(len(samples)), range(len(samples) - 1, -1, -1)):
@@ -152,9 +155,46 @@ def _describe_metric(folder: str, name: str) -> dict[str, Any] | None:
     }
 
 
+def _open_result(prefix: str) -> MMapIndexedDataset:
+    pair = open_pair(prefix)
+    if pair.dtype.kind not in "iu":
+        raise DataError(f"{_prefix(pair)} has {pair.dtype.name}; the results of an analysis are integers")
+    return pair
+
+
+def _check_single(values: MMapIndexedDataset, distinct: MMapIndexedDataset, samples: MMapIndexedDataset) -> None:
+    """Check that results of single values belong together.
+
+    Raises:
+        DataError: there are no samples, a value is missing, or the numbers of rows differ.
+    """
+    if not len(values):
+        raise DataError(f"{_prefix(values)} has no rows: an analysis has at least one sample")
+    for pair in (values, distinct):
+        if (pair.sizes != 1).any():
+            row = int(np.flatnonzero(pair.sizes != 1)[0])
+            raise DataError(f"{_prefix(pair)} is damaged: row {row} has {int(pair.sizes[row])} values; each has one")
+    if len(distinct) != len(samples):
+        raise DataError(
+            f"{_prefix(distinct)} has {len(distinct)} rows, and {_prefix(samples)} has {len(samples)}: they are not of "
+            "one analysis"
+        )
+    ids = int(samples.sizes.sum(dtype=np.int64))
+    if ids != len(values):
+        raise DataError(f"{_prefix(samples)} has {ids} ids for {len(values)} samples: it is damaged, or of another one")
+
+
 def _elements(pair: MMapIndexedDataset) -> Array:
-    """Return the elements of all rows of a pair that this package or upstream has written: rows without gaps."""
-    return np.fromfile(data_file_path(_prefix(pair)), pair.dtype, int(pair.sizes.sum(dtype=np.int64)))
+    """Return the elements of all rows of a pair that this package or upstream has written: rows without gaps.
+
+    Raises:
+        DataError: the data file has fewer elements.
+    """
+    count = int(pair.sizes.sum(dtype=np.int64))
+    elements = np.fromfile(data_file_path(_prefix(pair)), pair.dtype, count)
+    if len(elements) < count:
+        raise DataError(f"{data_file_path(_prefix(pair))} has {len(elements)} elements; its rows have {count}")
+    return elements
 
 
 def curves(figures: dict[str, Any]) -> dict[str, list[float]]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deepspeed.data.analysis_files import check_ids
+from deepspeed.data.analysis_map import Metric, sample_digest
 from deepspeed.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.metrics import SequenceLength, TokenCounts, VocabularyRarity
@@ -356,6 +357,79 @@ def test_files_of_another_run(tmp_path: Path) -> None:
         names = ["a"] if kind == ACCUMULATED else ["c"]
         with pytest.raises(DataError, match=rf"{names[0]}_\w+ is a result of a metric '{names[0]}' of type"):
             one(function, dataset, tmp_path, metric_types=[kind], metric_names=names).run_map()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_files_of_another_dataset_of_equal_size(threads: int, tmp_path: Path) -> None:
+    dataset, _, ids, tokens = make("dict", 40)
+    arguments: dict[str, Any] = {"num_workers": 2, "num_threads": threads}
+    stale = [{**row, "labels": row["labels"] + 1} for row in dataset]  # the metrics do not even use it
+    analyzer(stale, tmp_path, worker_id=0, **arguments).run_map()
+    analyzer(dataset, tmp_path, worker_id=1, **arguments).run_map()
+    message = (
+        r"thread 0 in .*a_map_worker{}.json is of another run \(the first, middle or last sample .*: run worker {}"
+    )
+    with pytest.raises(DataError, match=message.format(0, 0)):
+        analyzer(dataset, tmp_path, **arguments).run_reduce()
+    with pytest.raises(DataError, match=message.format(1, 1)):
+        analyzer(stale, tmp_path, **arguments).run_reduce()
+    unread = Unreadable(dataset)  # a reducer that has no samples still compares the workers
+    with pytest.raises(DataError, match=message.format(1, 1)):
+        analyzer(unread, tmp_path, **arguments).run_reduce()
+    analyzer(dataset, tmp_path, worker_id=0, **arguments).run_map()
+    analyzer(unread, tmp_path, **arguments).run_reduce()
+    assert {name: files(tmp_path / name) for name in ("a", "c")} == expected(ids, tokens)
+
+
+class Unreadable(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("the samples are on another machine")
+
+
+def smallest(batch: Any) -> torch.Tensor:
+    return tokens_of(batch).amin(1)
+
+
+def test_files_of_another_function(tmp_path: Path) -> None:
+    dataset, *_ = make("tensor", 10)
+    one(smallest, dataset, tmp_path, num_workers=2, worker_id=0).run_map()
+    one(largest, dataset, tmp_path, num_workers=2, worker_id=1).run_map()
+    with pytest.raises(DataError, match="its function was smallest, and is largest now"):
+        one(largest, dataset, tmp_path, num_workers=2).run_reduce()
+    assert Metric("a", partial(largest), SINGLE).function_name == "largest"
+    assert Metric("a", SequenceLength(), SINGLE).function_name == "SequenceLength"
+
+
+class Random(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (3,))
+
+
+def test_random_samples_are_not_compared(tmp_path: Path) -> None:
+    for worker in range(2):
+        one(largest, Random(), tmp_path, num_workers=2, worker_id=worker).run_map()
+    one(largest, Random(), tmp_path, num_workers=2).run_reduce()
+    assert len(os.listdir(tmp_path / "a")) == 8
+
+
+def test_digests_of_samples() -> None:
+    samples: list[Any] = [
+        1, 2, 1.0, True, None, "1", b"1", [1], [[1]], [1, 1], {"a": 1}, {"b": 1}, np.arange(2), np.arange(2.0),
+        torch.arange(2), torch.arange(2)[None], torch.ones(2).bfloat16(), torch.zeros(2).bfloat16(), torch.ones(()),
+        np.float32(1), np.array(["a", 1], object), ["ab", "c"], ["a", "bc"],
+    ]  # fmt: skip
+    digests = [sample_digest([sample]) for sample in samples]
+    assert None not in digests and len(set(digests)) == len(samples)
+    assert sample_digest([{"a": 1, "b": torch.ones(2)}]) == sample_digest([{"b": torch.ones(2), "a": 1}])
+    dataset = list(range(9))
+    changed = [
+        sample_digest([*dataset[:place], -1, *dataset[place + 1 :]]) != sample_digest(dataset) for place in dataset
+    ]
+    assert [place for place in dataset if changed[place]] == [0, 4, 8]
+    assert sample_digest(Unreadable(dataset)) is None and sample_digest(Random()) is None
 
 
 def test_a_failed_reduce_leaves_what_there_was(tmp_path: Path) -> None:

@@ -111,6 +111,56 @@ def test_look_at_an_analysis(tmp_path: Path, capsys: Any) -> None:
     assert "there is no file" in capsys.readouterr().err
 
 
+def result(folder: Path, name: str, rows: list[list[Any]], dtype: Any = np.int64) -> None:
+    builder = MMapIndexedDatasetBuilder(f"{folder}/m/m_{name}.bin", dtype, "megatron")
+    for row in rows:
+        builder.add_item(np.array(row, dtype))
+    builder.finalize(f"{folder}/m/m_{name}.idx")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_to_metric": [[1]]}, "index_to_metric has 1 rows, and .*index_to_sample has 2"),
+        ({"index_to_metric": [[1], []]}, "index_to_metric is damaged: row 1 has 0 values"),
+        ({"sample_to_metric": [[1, 2], [2]]}, "sample_to_metric is damaged: row 0 has 2 values"),
+        ({"index_to_sample": [[0], []]}, "index_to_sample has 1 ids for 2 samples"),
+        (dict.fromkeys(("sample_to_metric", "index_to_metric", "index_to_sample"), []), "sample_to_metric has no rows"),
+        ({"metric_value": []}, "metric_value is damaged: it has 0 rows"),
+    ],
+)
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_damaged_analyses_end_with_one_line(
+    changes: dict[str, Any], message: str, json_: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "m").mkdir()
+    rows = {"sample_to_metric": [[1], [2]], "index_to_metric": [[1], [2]], "index_to_sample": [[0], [1]]}
+    for name, content in (rows | {"index_to_sample_percentile_merged": [[0], [1]]} | changes).items():
+        result(tmp_path, name, content)
+    assert main(["look", str(tmp_path), *json_]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ds_data: ") and err.count("\n") == 1
+    assert re.search(message, err), err
+
+
+def test_results_that_are_no_integers_or_have_gaps(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "m").mkdir()
+    result(tmp_path, "metric_value", [[float("nan")]], np.float64)
+    assert main(["look", str(tmp_path)]) == 1
+    assert "metric_value has float64; the results of an analysis are integers" in capsys.readouterr().err
+    for end in ("idx", "bin"):
+        (tmp_path / "m" / f"m_metric_value.{end}").unlink()
+    for name in ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged"):
+        result(tmp_path, name, [[0], [1]])
+    index = tmp_path / "m" / "m_sample_to_metric.idx"
+    content = index.read_bytes()
+    index.write_bytes(content[:42] + struct.pack("<qq", 0, 0) + content[58:])  # both rows are the first element
+    data = index.with_suffix(".bin")
+    data.write_bytes(data.read_bytes()[:8])
+    assert main(["look", str(tmp_path)]) == 1
+    assert "m_sample_to_metric.bin has 1 elements; its rows have 2" in capsys.readouterr().err
+
+
 def test_count(tmp_path: Path, capsys: Any) -> None:
     # sums of int32 lengths overflow: rows of 2^31 - 1 tokens, in a sparse file
     big = tmp_path / "big"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ def test_padded_and_packed_batches() -> None:
     assert sorted(packed.lengths) == [2, 3, 4, 5] and packed.tokens == [14] and packed.padding == [2]
     with pytest.raises(DataError, match="dict of \\['x'\\]"):
         record.add({"x": ids})
+    mapped = FeedRecord()
+    mapped.add(UserDict({"input_ids": ids, "attention_mask": ids > 0}))  # as the BatchEncoding of Transformers is
+    assert (mapped.tokens, mapped.padding) == ([5], [3])
+    with pytest.raises(DataError, match="UserDict of \\['1', 'x'\\]"):
+        mapped.add(UserDict({"x": ids, 1: ids}))
 
 
 def test_sources_and_the_picture(tmp_path: Path) -> None:
@@ -47,3 +53,26 @@ def test_sources_and_the_picture(tmp_path: Path) -> None:
     plain.add(torch.ones(2, 3, dtype=torch.long))
     plain.save_picture(tmp_path / "plain.svg")
     assert b"<svg" in (tmp_path / "plain.svg").read_bytes()
+
+
+def test_a_picture_of_padding_only(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = FeedRecord()
+    record.add(torch.zeros(2, 3, dtype=torch.long))
+    assert record.lengths == [] and record.padding_share == 1
+    record.save_picture(tmp_path / "padding.svg")
+    assert b"<svg" in (tmp_path / "padding.svg").read_bytes()
+
+
+def test_batches_with_and_without_sources_in_one_record(tmp_path: Path) -> None:
+    rows = [torch.ones(4, dtype=torch.long)] * 4
+    record = FeedRecord()
+    record.add(torch.ones(2, 4, dtype=torch.long))
+    list(record.of(DeepSpeedDataLoader(Mixture({"a": rows, "b": rows}, [1, 1], by="samples"), 4)))
+    list(record.of(DeepSpeedDataLoader(rows, 2)))  # type: ignore[arg-type]
+    list(record.of(DeepSpeedDataLoader(Mixture({"c": rows, "b": rows}, [1, 1], by="samples"), 8)))
+    assert len(record.tokens) == 6 and record.source_batches == [1, 2, 5] and record.names == ["a", "b", "c"]
+    assert [counts.tolist() for counts in record.sources] == [[2, 2], [2, 2], [0, 4, 4]]
+    pytest.importorskip("matplotlib")
+    record.save_picture(tmp_path / "fed.svg")
+    assert b"<svg" in (tmp_path / "fed.svg").read_bytes()
