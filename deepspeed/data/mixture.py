@@ -77,14 +77,14 @@ class MixtureOrder:
             cycles, positions = np.divmod(numbers[places], self.counts[source])
             # numbers rise, so cycles do: each is a part
             for part in np.split(np.arange(len(cycles)), np.flatnonzero(np.diff(cycles)) + 1):
-                order = self._order(source, cycles[part[0]], positions[part])
+                order = self._order(int(source), int(cycles[part[0]]), positions[part])
                 indices[places[part]] = self._offsets[source] + order
         return indices
 
     def _order(self, source: int, cycle: int, positions: Array) -> Array:
         if not self.shuffle:
             return positions
-        return ComputedPermutation(int(self.counts[source]), self.seed, int(source), int(cycle))(positions)
+        return ComputedPermutation(int(self.counts[source]), self.seed, source, cycle)(positions)
 
     def _until(self, time: float) -> Array:
         """Return how many samples of each mixed source stand at or before a time, by the same formula as the times."""
