@@ -66,6 +66,7 @@ class DeepSpeedDataLoader:
 
         Raises:
             DataError: the object is no dataset, is empty or too small; or `sampler` or collate_fn is unsuitable.
+            ArgumentError: only one of `rank` and `world` is given, or the rank is outside of the world.
         """
         rank, world = _place(rank, world)
         self.batch_size, self.world, self._part = batch_size, world, part
@@ -94,10 +95,14 @@ class DeepSpeedDataLoader:
         # what one batch of this rank adds to the position
         self._unit = world if isinstance(sampler, TokenBatchSampler) else batch_size * world
         self.loader = DataLoader(dataset, **batches, **loader)
-        if not isinstance(dataset, IterableDataset) and not len(self.loader):
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        if not isinstance(self.dataset, IterableDataset) and not len(self.loader):
             raise DataError(
-                f"training_data has {len(dataset)} samples; with drop_last, {world} data-parallel ranks and a "  # type: ignore[arg-type]
-                f"micro-batch of {batch_size} no rank gets a full batch: use a smaller micro-batch or drop_last=False"
+                f"training_data has {len(self.dataset)} samples; with drop_last, {self.world} data-parallel ranks and "  # type: ignore[arg-type]
+                f"a micro-batch of {self.batch_size} no rank gets a full batch: use a smaller micro-batch or "
+                "drop_last=False"
             )
 
     @property
