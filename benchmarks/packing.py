@@ -112,8 +112,8 @@ def main() -> None:
             batches = least(lambda lengths=lengths: token_batches(lengths, 4 * BUDGET, "bucketed", 0).evened(8))
             print(
                 f"{kind} {count:,}: unpacked {1 - lengths.sum() / (count * BUDGET):.1%}, packed "
-                f"{packs.padding_share:.3%}, window {window.padding_share:.2%}, {seconds:.2f} s; "
-                f"batches {batches:.2f} s",
+                f"{packs.padding_share:.3%}, window {window.padding_share:.2%}, {seconds:.3f} s; "
+                f"batches {batches:.3f} s",
                 flush=True,
             )
 
