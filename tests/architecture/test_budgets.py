@@ -12,7 +12,13 @@ FILE_LINES, FUNCTION_LINES, CLASS_METHODS, PARAMETERS = 700, 60, 40, 8
 
 # What may be over a budget, and why. One that no longer is has to leave this list.
 _INTERFACE = "users pass these arguments by name or position: the signature is the interface"
+_KERNEL = "a GPU kernel takes addresses and numbers; it has no objects"
 EXCEPTIONS = {
+    "ops/triton/paged_attention.py:attend_keys parameters": _KERNEL,
+    "ops/triton/paged_attention.py:attend_split parameters": _KERNEL,
+    "ops/triton/paged_attention.py:attend_whole parameters": _KERNEL,
+    "ops/triton/paged_attention.py:join_splits parameters": _KERNEL,
+    "ops/triton/paged_attention.py:store_rows parameters": _KERNEL,
     "comm/process_groups/init.py:init_distributed parameters": _INTERFACE,
     "data/dynamic_batches.py:batch_by_seqlens parameters": _INTERFACE,
     "engine/engine.py:DeepSpeedEngine.__init__ parameters": _INTERFACE,

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.triton.attention import PagedRows
+
 PADDED = 1.25  # maximum ratio of context lengths in one attention call, beyond LEAST more tokens
 LEAST = 64
 
@@ -161,6 +163,24 @@ class RaggedBatch:
     def tables(self) -> list[torch.Tensor]:
         """Block table (page numbers) of each slice, int64."""
         return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
+
+    @cached_property
+    def paged_rows(self) -> PagedRows:
+        """Rows and pages of the slices, for attention that reads pages in place."""
+        table = torch.nn.utils.rnn.pad_sequence(self.tables, batch_first=True, padding_value=-1)
+        counts, lengths = [len(span.tokens) for span in self.spans], [span.end for span in self.spans]
+        return PagedRows(counts, lengths, table.to(torch.int32).to(self.device))
+
+    @cached_property
+    def row_starts(self) -> torch.Tensor:
+        """Index of the first row of each slice, then the number of rows, int32 [slices + 1] on the device."""
+        rows = [len(span.tokens) for span in self.spans]
+        return torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def context_lengths(self) -> torch.Tensor:
+        """Length of each slice's context with its rows, int32 [slices] on the device."""
+        return torch.tensor([span.end for span in self.spans], dtype=torch.int32).to(self.device)
 
     @cached_property
     def wanted(self) -> torch.Tensor:
