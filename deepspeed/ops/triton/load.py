@@ -46,13 +46,14 @@ class LoadedKernels:
     Args:
         folder: folder of the build command.
         architecture: "sm_80" or "sm_90".
-        driver: CUDA driver; another one in tests.
+        driver: CUDA driver; None: that of this machine.
 
     Raises:
-        NotAvailableError: the folder has no kernels of this architecture, or they are of other sources.
+        NotAvailableError: the folder has no kernels of this architecture, they are of other sources, or the driver is
+            missing.
     """
 
-    def __init__(self, folder: Path, architecture: str, driver: KernelDriver) -> None:
+    def __init__(self, folder: Path, architecture: str, driver: KernelDriver | None = None) -> None:
         path = folder / MANIFEST
         if not path.exists():
             raise NotAvailableError(f"no compiled kernels in {folder}: python -m deepspeed.ops.triton.build makes them")
@@ -62,7 +63,8 @@ class LoadedKernels:
         if not manifest["kernels"].get(architecture):
             have = ", ".join(sorted(manifest["kernels"])) or "none"
             raise NotAvailableError(f"{folder} has no kernels for {architecture}, only for {have}")
-        self.folder, self.architecture, self._driver = folder, architecture, driver
+        self.folder, self.architecture = folder, architecture
+        self._driver: KernelDriver = CudaDriver() if driver is None else driver
         self._entries: dict[str, dict[str, Any]] = manifest["kernels"][architecture]
         self._functions: dict[str, Any] = {}
 
@@ -131,4 +133,4 @@ def load_kernels(folder: Path | None = None) -> LoadedKernels:
     architecture = architecture_of(capability)
     if architecture is None:
         raise NotAvailableError(f"no kernels for GPUs of compute capability {capability[0]}.{capability[1]}")
-    return LoadedKernels(COMPILED if folder is None else folder, architecture, CudaDriver())
+    return LoadedKernels(COMPILED if folder is None else folder, architecture)
