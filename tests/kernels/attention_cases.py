@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.triton.attention import AttentionRule, Kernels, PagedRows, attend_pages
+from tests.kernels.pairs import pairwise
 
 # Largest error over the largest value of the output. Weights are rounded to the dtype before the second product.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -152,30 +151,6 @@ OPTIONS: dict[str, Sequence[Any]] = {
         ((1, 1025), (3, 1100)),  # three splits
     ),
 }
-
-
-def pairwise(options: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """A list of choices in which every pair of values of two options occurs together, drawn greedily."""
-    draw, names = random.Random(seed), list(options)
-    pairs = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(options[a]))
-        for j in range(len(options[b]))
-    }
-    chosen: list[dict[str, Any]] = []
-    while pairs:
-        a, i, b, j = min(pairs)
-        best: dict[str, int] = {}
-        most: set[Any] = set()
-        for _ in range(40):
-            tried = {name: draw.randrange(len(options[name])) for name in names} | {a: i, b: j}
-            covered = pairs & {(x, tried[x], y, tried[y]) for x, y in itertools.combinations(names, 2)}
-            if len(covered) > len(most):
-                best, most = tried, covered
-        pairs -= most
-        chosen.append({name: options[name][index] for name, index in best.items()})
-    return chosen
 
 
 def cover() -> list[Case]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.triton
-from tests.kernels import attention_cases
+from tests.kernels import attention_cases, product_cases, row_cases, sampling_cases
 
 FOLDER = Path(deepspeed.ops.triton.__file__).parent
 
@@ -43,4 +43,18 @@ ATTENTION_EQUIVALENT = (
     ("low // BLOCK_KEYS * BLOCK_KEYS", "op -> Sub"),
     ("size = tl.exp2", "'2.0' value -> 0"),
 )
-SUITES = {"paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT)}
+# Places beyond a row's width are zero by another mask, or are not stored; a rotation is not read where nothing turns.
+ROW_EQUIVALENT = (
+    ("other=1.0", "value"),
+    ("others = tl.load", "'0.0' value"),
+    ("x = tl.load(gate", "'0.0' value"),
+    ("y = tl.load(up", "'0.0' value"),
+)
+# Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored.
+PRODUCT_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
+SUITES = {
+    "paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT),
+    "row_kernels": Suite("row_kernels", row_cases.checks, ROW_EQUIVALENT),
+    "sampling_kernels": Suite("sampling_kernels", sampling_cases.checks),
+    "packed_products": Suite("packed_products", product_cases.checks, PRODUCT_EQUIVALENT),
+}

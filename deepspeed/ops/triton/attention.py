@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import ArgumentError
-from deepspeed.ops.triton.variants import SPLIT, Variant, attention_variants
+from deepspeed.ops.triton.variants import SPLIT, KernelForm, Variant, attention_variants
 
 MOST_PARTIAL = 256 << 20  # bytes of the results of splits that a pass may hold
 
@@ -17,15 +17,15 @@ MOST_PARTIAL = 256 << 20  # bytes of the results of splits that a pass may hold
 class Kernels(Protocol):
     """Kernels that can be launched: compiled ones (`load.LoadedKernels`), or interpreted ones in tests."""
 
-    def has(self, variant: Variant) -> bool:
+    def has(self, variant: KernelForm) -> bool:
         """Whether the variant is there."""
         ...
 
-    def prepare(self, variants: Iterable[Variant]) -> None:
+    def prepare(self, variants: Iterable[KernelForm]) -> None:
         """Load variants, before the first launch of each."""
         ...
 
-    def launch(self, variant: Variant, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def launch(self, variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Launch a variant on the current stream.
 
         Args:

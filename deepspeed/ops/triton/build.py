@@ -23,8 +23,10 @@ from typing import Any
 
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
-from deepspeed.ops.triton.variants import ALIGNED, DTYPES, Variant, all_variants
+from deepspeed.ops.triton.row_variants import row_variants
+from deepspeed.ops.triton.variants import DTYPES, KernelForm, all_variants
 
+COMPILED = Path(__file__).parent / "compiled"  # default folder
 MANIFEST = "manifest.json"
 FORMAT = 1
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
@@ -64,7 +66,7 @@ def occupancy(architecture: str, warps: int, registers: int, shared: int) -> tup
     return programs, programs * warps * WARP / threads
 
 
-def compile_variant(variant: Variant, architecture: str) -> tuple[bytes, dict[str, Any]]:
+def compile_variant(variant: KernelForm, architecture: str) -> tuple[bytes, dict[str, Any]]:
     """Compile one variant for "sm_80" or "sm_90".
 
     Returns:
@@ -76,15 +78,15 @@ def compile_variant(variant: Variant, architecture: str) -> tuple[bytes, dict[st
     """
     if architecture not in ARCHITECTURES:
         raise NotAvailableError(f"kernels are compiled for {', '.join(ARCHITECTURES)}, not for {architecture!r}")
-    if any(size % 16 for size in (variant.head, variant.value)):
-        raise NotAvailableError(f"kernels are compiled for head sizes that are multiples of 16, not {variant.head}")
+    if not variant.even:
+        raise NotAvailableError(f"kernels are compiled for sizes that are multiples of 16, not for {variant.name}")
     triton = _triton()
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
     from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
     module = importlib.import_module(f"deepspeed.ops.triton.{variant.module}")
     names = list(variant.signature)
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in variant.aligned}
     source = ASTSource(getattr(module, variant.kernel), variant.signature, variant.constants, aligned)
     # Without fused multiply-add in sums, the same expression has the same bits in every kernel.
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
@@ -101,7 +103,9 @@ def compile_variant(variant: Variant, architecture: str) -> tuple[bytes, dict[st
         "function": compiled.metadata.name,
         "warps": variant.warps,
         "types": types,
-        "aligned": [i for i, name in enumerate(n for n in names if n not in variant.constants) if name in ALIGNED],
+        "aligned": [
+            i for i, name in enumerate(n for n in names if n not in variant.constants) if name in variant.aligned
+        ],
         "sha256": hashlib.sha256(code).hexdigest(),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", compiled.asm["ttgir"]))),
         **vars(usage),
@@ -145,7 +149,7 @@ def _resources(code: bytes, triton: Any) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def build(folder: Path, architectures: Iterable[str], variants: Iterable[Variant]) -> dict[str, Any]:
+def build(folder: Path, architectures: Iterable[str], variants: Iterable[KernelForm]) -> dict[str, Any]:
     """Compile variants for architectures into a folder, and return its manifest.
 
     Code that is there from the same sources is kept. The compiler's own cache is not written to.
@@ -204,17 +208,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; see the module."""
     names = {name: dtype for dtype, name in DTYPES.items()}
     parser = argparse.ArgumentParser(description="Compile the GPU kernels ahead of time.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=COMPILED)
     parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp16"], choices=list(names))
     parser.add_argument("--head-size", nargs="+", type=int, default=[64, 80, 96, 128, 256])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--width", nargs="+", type=int, default=[2048, 4096, 8192], help="sizes of hidden states")
     parser.add_argument("--caps", choices=["with", "without", "both"], default="both", help="soft caps of scores")
     options = parser.parse_args(arguments)
     caps = {"with": (True,), "without": (False,), "both": (False, True)}[options.caps]
     dtypes = tuple(names[name] for name in options.dtype)
-    variants = all_variants(dtypes, tuple(options.head_size), tuple(options.page_size), caps)
-    manifest = build(options.folder, options.arch, variants)
+    heads = tuple(options.head_size)
+    attention = all_variants(dtypes, heads, tuple(options.page_size), caps)
+    manifest = build(options.folder, options.arch, [*attention, *row_variants(dtypes, heads, tuple(options.width))])
     log_rank0(f"{sum(map(len, manifest['kernels'].values()))} kernels in {options.folder}\n{table(manifest)}")
     return 0
 

@@ -16,10 +16,9 @@ import torch
 
 from deepspeed.accelerator.cuda_driver import CudaDriver, compute_capability
 from deepspeed.errors import CheckpointCorruptError, NotAvailableError, UsageError
-from deepspeed.ops.triton.build import FORMAT, MANIFEST, SCRATCH, WARP, source_hash
-from deepspeed.ops.triton.variants import Variant
+from deepspeed.ops.triton.build import COMPILED, FORMAT, MANIFEST, SCRATCH, WARP, source_hash
+from deepspeed.ops.triton.variants import KernelForm
 
-COMPILED = Path(__file__).parent / "compiled"  # default folder
 _PACKED = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 
 
@@ -68,11 +67,11 @@ class LoadedKernels:
         self._entries: dict[str, dict[str, Any]] = manifest["kernels"][architecture]
         self._functions: dict[str, Any] = {}
 
-    def has(self, variant: Variant) -> bool:
+    def has(self, variant: KernelForm) -> bool:
         """Whether the variant was compiled."""
         return variant.name in self._entries
 
-    def prepare(self, variants: Iterable[Variant]) -> None:
+    def prepare(self, variants: Iterable[KernelForm]) -> None:
         """Load variants on the current device, so that later launches, also captured ones, only launch.
 
         Raises:
@@ -91,7 +90,7 @@ class LoadedKernels:
                 raise CheckpointCorruptError(f"{path} is missing or damaged; build the kernels again")
             self._functions[variant.name] = self._driver.load(code, entry["function"], entry["shared"])
 
-    def launch(self, variant: Variant, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def launch(self, variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Launch a variant that is loaded; arguments as in `attention.Kernels`.
 
         Raises:

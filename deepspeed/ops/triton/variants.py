@@ -5,8 +5,9 @@ This module needs neither Triton nor a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -43,8 +44,30 @@ ARGUMENTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("has_sinks", "i32"),
     ),
 }  # fmt: skip
-# Arguments that are multiples of 16 (addresses in bytes, strides in elements), so that 16 bytes are read at once.
-ALIGNED = {"queries", "keys", "values", "partial", "query_row", "query_head", *_SHARED_STRIDES}
+_ALIGNED = frozenset({"queries", "keys", "values", "partial", "query_row", "query_head", *_SHARED_STRIDES})
+
+
+class KernelForm(Protocol):
+    """One compiled form of a kernel, of any file: what the compiler and the loader read of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def constants(self) -> Mapping[str, int]: ...
+    @property
+    def signature(self) -> Mapping[str, str]: ...
+    @property
+    def aligned(self) -> frozenset[str]: ...
+    @property
+    def even(self) -> bool: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,17 @@ class Variant:
         return f"{self.kernel}_{DTYPES[self.dtype]}_{sizes}{page}{'_capped' if self.capped else ''}"
 
     @property
+    def even(self) -> bool:
+        """Whether strides are multiples of 16, as compiled kernels assume."""
+        return self.head % 16 == 0 and self.value % 16 == 0
+
+    @property
+    def aligned(self) -> frozenset[str]:
+        """Arguments that are multiples of 16 (addresses in bytes, strides in elements), so that 16 bytes are read at
+        once."""
+        return _ALIGNED
+
+    @property
     def module(self) -> str:
         """Module of the kernel, in `deepspeed.ops.triton`."""
         return "paged_attention"
@@ -96,7 +130,7 @@ class Variant:
         return 3
 
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, int]:
         """Values of the kernel's compile-time arguments."""
         if self.kernel == "join_splits":
             sizes = {"VALUE": self.value, "BLOCK_VALUE": _block(self.value)}

@@ -1,0 +1,131 @@
+"""Cases of sampling on the device: the tokens of the CPU's sampler with the same random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.sampling_params import SamplingParams
+from deepspeed.ops.triton.attention import Kernels
+from deepspeed.ops.triton.sampling import draw, options_of, sample, uniform
+from tests.kernels.pairs import pairwise
+
+Check = Callable[[Kernels], None]
+ROWS = 3
+OPTIONS = {
+    "temperature": (0.0, 1.0, 0.3, 2.5, 1e-8), "top_k": (0, 1, 7, 5000), "top_p": (1.0, 0.05, 0.7, 0.99),
+    "min_p": (0.0, 0.03, 1.0), "penalties": ((1.0, 0.0, 0.0), (1.4, 0.0, 0.0), (0.7, 0.5, -0.3), (1.0, 0.0, 0.6)),
+    "vocabulary": (50, 200, 1300), "ties": (False, True), "dtype": (torch.float32, torch.bfloat16),
+}  # fmt: skip
+
+
+class Numbered(Sampler):
+    """The CPU's sampler with random numbers that are given."""
+
+    numbers: list[float]
+
+    def random(self) -> torch.Tensor:
+        return torch.tensor(self.numbers.pop(0), dtype=torch.float64)
+
+
+def _case(case: dict[str, Any]) -> Check:
+    repetition, presence, frequency = case["penalties"]
+    sampling = SamplingParams(
+        temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], min_p=case["min_p"],
+        repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, seed=1,
+    )  # fmt: skip
+    vocabulary, penalised = case["vocabulary"], case["penalties"] != (1.0, 0.0, 0.0)
+
+    def check(kernels: Kernels) -> None:
+        generator = torch.Generator().manual_seed(3)
+        prompts = [torch.randint(vocabulary, (9,), generator=generator).tolist() for _ in range(ROWS)]
+        table = torch.zeros(ROWS, vocabulary, dtype=torch.int32)
+        for row, prompt in enumerate(prompts):
+            table[row, prompt] = 1
+        samplers = [Numbered(sampling, prompt) for prompt in prompts]
+        for step in range(3):
+            # Around zero, as penalties look at the sign; large ones overflow unless the largest is taken off.
+            logits = torch.randn(ROWS, vocabulary, generator=generator) * (2.0 if step < 2 else 60.0)
+            if case["ties"]:
+                logits = logits.round()
+            logits[:, 5] = -math.inf
+            logits = logits.to(case["dtype"])
+            numbers = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+            numbers[0] = [0.0, 1 - 2.0**-53, 0.5][step]
+            options, counted = options_of([sampling] * ROWS), table if penalised else None
+            tokens = sample(kernels, logits, options, numbers, counted).tolist()
+            alone = sample(
+                kernels, logits[1:2], options[1:2], numbers[1:2], None if counted is None else table[1:2].clone()
+            )
+            if not penalised:
+                assert alone.tolist() == tokens[1:2], "a row depends on its neighbours"
+            for row, sampler in enumerate(samplers):
+                sampler.numbers = [float(numbers[row])]
+                token, _ = sampler.next(logits[row])
+                assert tokens[row] == token, f"step {step}, row {row}: {tokens[row]} instead of {token}"
+                if penalised:
+                    assert int(table[row, token]) >= 3, "the table does not count a token"
+
+    return check
+
+
+def _counts(kernels: Kernels) -> None:
+    """The table after some draws is that of the tokens."""
+    sampling = SamplingParams(temperature=2.0, presence_penalty=0.1)
+    table, wanted = torch.zeros(2, 40, dtype=torch.int32), torch.zeros(2, 40, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        numbers = torch.rand(2, dtype=torch.float64, generator=generator)
+        tokens = sample(kernels, torch.zeros(2, 40), options_of([sampling] * 2), numbers, table)
+        for row, token in enumerate(tokens.tolist()):
+            wanted[row, token] = (int(wanted[row, token]) | 1) + 2
+        assert torch.equal(table, wanted)
+    assert int((table > 3).sum()) > 0
+
+
+def _not_finite(kernels: Kernels) -> None:
+    logits = torch.randn(5, 60)
+    logits[0, 3], logits[1, 4], logits[2], logits[3, 59] = math.nan, math.inf, -math.inf, math.nan
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)):
+        table = torch.zeros(5, 60, dtype=torch.int32)
+        tokens = sample(kernels, logits, options_of([sampling] * 5), torch.full((5,), 0.5).double(), table).tolist()
+        assert tokens[:4] == [-1] * 4 and tokens[4] >= 0
+        assert table[:4].abs().sum() == 0
+
+
+def _numbers(kernels: Kernels) -> None:
+    seeds = torch.tensor([0, 1, -3, 2**62 + 12345, 7] * 40)
+    counts = torch.arange(200, dtype=torch.int32) // 5
+    numbers = draw(kernels, seeds, counts)
+    assert numbers.tolist() == [
+        uniform(seed, count) for seed, count in zip(seeds.tolist(), counts.tolist(), strict=True)
+    ]
+    assert len(set(numbers.tolist())) == 200 and 0.4 < float(numbers.mean()) < 0.6
+    # Known answers of Philox 4x32-10 (counter and key of zeros): 6627e8d5 e169c58d …
+    assert uniform(0, 0) == ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
+
+
+def _shares(kernels: Kernels) -> None:
+    """Tokens come as often as their probabilities say."""
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(40, 4).contiguous()
+    numbers = (torch.arange(40).double() + 0.5) / 40
+    for sampling, shares in (
+        (SamplingParams(temperature=1.0), [20, 12, 6, 2]),
+        (SamplingParams(temperature=1.0, top_p=0.79), [25, 15, 0, 0]),
+    ):
+        tokens = sample(kernels, logits, options_of([sampling] * 40), numbers).long()
+        assert (tokens.bincount(minlength=4) - torch.tensor(shares)).abs().max() <= 1
+
+
+def checks() -> dict[str, Check]:
+    """All checks by name."""
+    drawn = {
+        "-".join(f"{value}" for value in case.values()): _case(case)
+        for seed in range(2)
+        for case in pairwise(OPTIONS, seed)
+    }
+    return {"numbers": _numbers, "not finite": _not_finite, "counts": _counts, "shares": _shares, **drawn}
