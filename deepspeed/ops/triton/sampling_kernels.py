@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-not-found]
 from triton import jit  # type: ignore[import-not-found]
 
-LARGEST = tl.constexpr(1.0 - 2.0**-40)  # random numbers are cut here: sums that round otherwise still pass the bound
 SEEN, OCCURRED = tl.constexpr(1), tl.constexpr(2)  # in the table of tokens: a bit, and one occurrence in the output
 
 
@@ -53,6 +52,13 @@ def adjust_scores(
         values = tl.where(entries % OCCURRED == SEEN, penalised, values)
         values = tl.where(counts > 0, values - (presence + frequency * counts), values)
     tl.store(scores + row * score_row + places, values, mask=inside)
+
+
+@jit
+def _bound(number, total):
+    """Return a random number's part of a sum: at most 1 - 2^-40 of it, which sums that round otherwise pass too."""
+    whole = number * 0.0 + 1.0  # fp64, which a constant is not
+    return tl.minimum(number, whole - 9.094947017729282e-13) * total
 
 
 @jit
@@ -129,7 +135,7 @@ def _sum_before(scores, top, temperature, vocabulary, bits, number, BLOCK: tl.co
 def _in_vocabulary(scores, top, temperature, vocabulary, number, BLOCK: tl.constexpr):
     """Return the token that a random number falls on if nothing is cut: sums are in the order of the vocabulary."""
     total = _sum_to(scores, top, temperature, vocabulary, 0x7F800000, False, BLOCK)
-    bound = tl.minimum(number, LARGEST) * total
+    bound = _bound(number, total)
     before, chosen, last = bound * 0.0, vocabulary, 0
     for start in range(0, vocabulary, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -182,7 +188,7 @@ def choose_tokens(
                 least = (-tl.log(min_p)).to(tl.int32, bitcast=True)
                 bits, last = _earlier(bits, last, least, vocabulary)
             total = _sum_before(scores, top, coldest, vocabulary, bits, last, BLOCK)
-            bound = tl.minimum(number, LARGEST) * total
+            bound = _bound(number, total)
             _, token = _place_of(scores, top, coldest, vocabulary, bound, 0, False, BLOCK)
         else:
             token = _in_vocabulary(scores, top, coldest, vocabulary, number, BLOCK)
