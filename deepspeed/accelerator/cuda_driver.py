@@ -19,13 +19,17 @@ def compute_capability(device: torch.device | None = None) -> tuple[int, int]:
 
 
 class CudaDriver:
-    """The driver of this machine. **It has never run on a GPU**: tests use a fake one.
+    """The driver of this machine, for one device. **It has never run on a GPU**: tests use a fake one.
+
+    Args:
+        device: CUDA device of the kernels; None: the current one of each call.
 
     Raises:
         NotAvailableError: libcuda is missing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = None if device is None else device.index
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -40,23 +44,24 @@ class CudaDriver:
             raise UsageError(f"{name} of the CUDA driver: {reason}")
 
     def load(self, code: bytes, function: str, shared: int) -> Any:
-        """Load machine code on the current device and return its function, which may use `shared` bytes.
+        """Load machine code on the device and return its function, which may use `shared` bytes.
 
         Raises:
             UsageError: the driver refuses it; the message has its reason.
         """
-        torch.zeros(1, device="cuda")  # this thread has a context then
         module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), code)
-        self._call("cuModuleGetFunction", ctypes.byref(handle), module, function.encode())
-        if shared > PLAIN_SHARED:
-            self._call("cuFuncSetAttribute", handle, _DYNAMIC_SHARED, shared)
+        with torch.cuda.device(self._device):
+            torch.zeros(1, device="cuda")  # this thread has a context then
+            self._call("cuModuleLoadData", ctypes.byref(module), code)
+            self._call("cuModuleGetFunction", ctypes.byref(handle), module, function.encode())
+            if shared > PLAIN_SHARED:
+                self._call("cuFuncSetAttribute", handle, _DYNAMIC_SHARED, shared)
         return handle
 
     def launch(
         self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[Any]
     ) -> None:
-        """Launch a function on torch's current stream, without waiting for it.
+        """Launch a function on the device's current stream, without waiting for it.
 
         Args:
             function: result of `load`.
@@ -69,5 +74,6 @@ class CudaDriver:
             UsageError: the driver refuses it; the message has its reason.
         """
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call("cuLaunchKernel", function, *grid, threads, 1, 1, shared, stream, addresses, None)
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self._call("cuLaunchKernel", function, *grid, threads, 1, 1, shared, stream, addresses, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -67,6 +68,7 @@ class Bounds:
         ranges = sorted((each.data_ptr(), _end(each)) for each in tensors if each.numel())
         self.starts = np.array([start for start, _ in ranges], np.uint64)
         self.ends = np.array([end for _, end in ranges], np.uint64)
+        self.bytes: dict[tuple[str, int], int] = {}  # by what was done, and the tensor's address
 
     def check(self, what: str, addresses: np.ndarray, mask: np.ndarray, width: int) -> None:
         """Raise unless every address that the mask lets through lies in a tensor."""
@@ -78,6 +80,9 @@ class Bounds:
         inside = (which >= 0) & (used + np.uint64(width) <= self.ends[np.maximum(which, 0)])
         if not inside.all():
             raise OutOfBoundsError(f"a kernel {what} {int((~inside).sum())} addresses outside of its tensors")
+        for number, count in zip(*np.unique(which, return_counts=True), strict=True):
+            key = what, int(self.starts[number])
+            self.bytes[key] = self.bytes.get(key, 0) + int(count) * width
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -113,11 +118,11 @@ for _name, _value in list(vars(interpreter.InterpreterBuilder).items()):
 
 
 @contextmanager
-def bounded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def bounded(tensors: Sequence[torch.Tensor]) -> Iterator[Bounds]:
     """Context in which kernels may touch these tensors alone."""
     _bounds.append(Bounds(tensors))
     try:
-        yield
+        yield _bounds[-1]
     finally:
         _bounds.pop()
 
@@ -132,6 +137,7 @@ class InterpretedKernels:
     def __init__(self, module: ModuleType) -> None:
         self.module = module
         self.launches: list[tuple[str, tuple[int, int, int]]] = []
+        self.bytes: Counter[tuple[str, int]] = Counter()  # read and written, by tensors' addresses
 
     def has(self, variant: Any) -> bool:
         return True
@@ -142,8 +148,9 @@ class InterpretedKernels:
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         self.launches.append((variant.name, grid))
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        with bounded(tensors), np.errstate(all="ignore"):
+        with bounded(tensors) as bounds, np.errstate(all="ignore"):
             getattr(self.module, variant.kernel)[grid](*arguments, **variant.constants)
+        self.bytes.update(bounds.bytes)
 
 
 def interpreted(name: str) -> InterpretedKernels:

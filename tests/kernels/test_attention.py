@@ -45,6 +45,19 @@ def test_few_rows_over_many_keys_are_split(kernels: InterpretedKernels) -> None:
         kernels.launches.clear()
 
 
+@pytest.mark.parametrize("window", [0, 600])
+def test_next_tokens_read_each_key_once(kernels: InterpretedKernels, window: int) -> None:
+    """Bytes of the pages that a pass reads are those of what its rows see; all others are a few per cent of them."""
+    case = Case(head=128, cached=2, group=4, dtype=torch.bfloat16, page=64, window=window, rows=((1, 1000), (1, 1600)))
+    inputs = inputs_of(case)
+    attended(kernels, case, inputs)
+    pools = {inputs.keys.data_ptr(), inputs.values.data_ptr()}
+    pages = sum(count for (_, address), count in kernels.bytes.items() if address in pools)
+    seen = sum(min(length, window or length) for _, length in case.rows)
+    assert pages == seen * case.cached * 2 * case.head * 2
+    assert sum(kernels.bytes.values()) <= 1.08 * pages
+
+
 def test_addresses_are_checked(kernels: InterpretedKernels) -> None:
     case = Case()
     inputs = inputs_of(case)

@@ -171,3 +171,17 @@ def test_arguments_of_another_kind_or_alignment_are_refused() -> None:
         with pytest.raises(UsageError, match=message):
             pack("k", arguments, ("*fp32", "i32", "fp32"), {0})
     assert set(DTYPES.values()) == {"bf16", "fp16", "fp32"}
+
+
+def test_what_runs_imports_no_triton_and_writes_no_cache(tmp_path: Path) -> None:
+    """Also where Triton is installed, as with torch for CUDA."""
+    program = (
+        "import sys, deepspeed.ops.triton.load, deepspeed.ops.triton.rows, deepspeed.ops.triton.sampling;"
+        "import deepspeed.inference.executors.attention_ways;"
+        "sys.exit(' '.join(sorted(n for n in sys.modules if n.startswith('deepspeed.ops.triton.') and 'kernel' in n)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr.strip()) == (0, ""), run.stderr[-2000:]
+    assert not (tmp_path / ".triton").exists()

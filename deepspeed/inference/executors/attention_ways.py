@@ -123,7 +123,7 @@ class FlashWay:
         return self._function(
             query, keys, values, starts, None, max(rows.counts), max(rows.lengths), scale=layer.scale,
             window_size=(layer.shape.window - 1 if layer.shape.window else -1, 0), enable_gqa=True,
-            seqused_k=lengths, block_table=rows.table + 1,  # the page of zeros comes first
+            seqused_k=lengths, block_table=batch.block_table,
             num_splits=1,  # so that a row's bits do not depend on the others
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def ways_of(device: torch.device) -> tuple[list[AttentionWay], str]:
     try:
         from deepspeed.ops.triton.load import load_kernels
 
-        ways.append(KernelWay(load_kernels()))
+        ways.append(KernelWay(load_kernels(device=device)))
     except DeepSpeedError as error:
         return ways, str(error)
     return ways, ""

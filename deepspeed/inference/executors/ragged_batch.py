@@ -172,6 +172,11 @@ class RaggedBatch:
         return PagedRows(counts, lengths, table.to(torch.int32).to(self.device))
 
     @cached_property
+    def block_table(self) -> torch.Tensor:
+        """Places of the slices' pages in a layer's tensors, int32 [slices, pages]: the page of zeros comes first."""
+        return self.paged_rows.table + 1
+
+    @cached_property
     def row_starts(self) -> torch.Tensor:
         """Index of the first row of each slice, then the number of rows, int32 [slices + 1] on the device."""
         rows = [len(span.tokens) for span in self.spans]

@@ -46,13 +46,20 @@ class LoadedKernels:
         folder: folder of the build command.
         architecture: "sm_80" or "sm_90".
         driver: CUDA driver; None: that of this machine.
+        device: device of the kernels; None: the current one of each call.
 
     Raises:
         NotAvailableError: the folder has no kernels of this architecture, they are of other sources, or the driver is
             missing.
     """
 
-    def __init__(self, folder: Path, architecture: str, driver: KernelDriver | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        architecture: str,
+        driver: KernelDriver | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         path = folder / MANIFEST
         if not path.exists():
             raise NotAvailableError(f"no compiled kernels in {folder}: python -m deepspeed.ops.triton.build makes them")
@@ -63,7 +70,7 @@ class LoadedKernels:
             have = ", ".join(sorted(manifest["kernels"])) or "none"
             raise NotAvailableError(f"{folder} has no kernels for {architecture}, only for {have}")
         self.folder, self.architecture = folder, architecture
-        self._driver: KernelDriver = CudaDriver() if driver is None else driver
+        self._driver: KernelDriver = CudaDriver(device) if driver is None else driver
         self._entries: dict[str, dict[str, Any]] = manifest["kernels"][architecture]
         self._functions: dict[str, Any] = {}
 
@@ -119,17 +126,18 @@ def pack(name: str, arguments: Sequence[Any], types: Sequence[str], aligned: set
     return packed + [ctypes.c_uint64(0)] * SCRATCH
 
 
-def load_kernels(folder: Path | None = None) -> LoadedKernels:
-    """Return the compiled kernels for the current GPU.
+def load_kernels(folder: Path | None = None, device: torch.device | None = None) -> LoadedKernels:
+    """Return the compiled kernels for a GPU.
 
     Args:
         folder: folder of the build command; None: the one in the package, its default.
+        device: the GPU; None: the current one.
 
     Raises:
         NotAvailableError: there are none, they are of other sources or for other GPUs, or the driver is missing.
     """
-    capability = compute_capability()
+    capability = compute_capability(device)
     architecture = architecture_of(capability)
     if architecture is None:
         raise NotAvailableError(f"no kernels for GPUs of compute capability {capability[0]}.{capability[1]}")
-    return LoadedKernels(COMPILED if folder is None else folder, architecture)
+    return LoadedKernels(COMPILED if folder is None else folder, architecture, device=device)

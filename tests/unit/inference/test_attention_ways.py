@@ -93,7 +93,7 @@ def test_without_compiled_kernels_a_gpu_has_torchs_way_and_a_reason() -> None:
     ):  # fmt: skip
         with (
             mock.patch.object(attention_ways, "compute_capability", lambda _, c=capability: c),
-            mock.patch.object(load, "compute_capability", lambda c=capability: c),
+            mock.patch.object(load, "compute_capability", lambda _, c=capability: c),
         ):
             ways, missing = ways_of(torch.device("cuda"))
         assert [way.name for way in ways] == names and reason in missing
