@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,11 +62,13 @@ class PagedRows:
         lengths: length of each sequence with these rows, whose keys and values are in the pages already.
         table: page numbers, int32 [sequences, pages] on the device of the queries. Entries after a sequence's last page
             may be any numbers.
+        send: function that copies a host tensor to a device.
     """
 
     counts: Sequence[int]
     lengths: Sequence[int]
     table: torch.Tensor
+    send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
     _tiles: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class PagedRows:
                     tiles.append((sequence, first + start, min(tokens, count - start), length - count + start))
                 first += count
             array = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
-            self._tiles[key] = array.to(self.table.device)
+            self._tiles[key] = self.send(array, self.table.device)
         return self._tiles[key]
 
     def splits(self, rule: AttentionRule, tokens: int, most: int) -> int:
