@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.inference.logprobs import kept_probs
 from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.sampler import draw as draw_on_host
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.ops.triton.attention import Kernels
 from deepspeed.ops.triton.sampling import draw, options_of, sample, uniform
@@ -22,6 +23,16 @@ OPTIONS = {
     "min_p": (0.0, 0.03, 1.0), "penalties": ((1.0, 0.0, 0.0), (1.4, 0.0, 0.0), (0.7, 0.5, -0.3), (1.0, 0.0, 0.6)),
     "vocabulary": (50, 200, 1300), "ties": (False, True), "dtype": (torch.float32, torch.bfloat16),
 }  # fmt: skip
+
+
+_PLAIN = {
+    "temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalties": (1.0, 0.0, 0.0), "vocabulary": 200,
+    "ties": True, "dtype": torch.float32,
+}  # fmt: skip
+# Each way by itself: nothing is cut, and one cut at a time.
+SINGLE = [_PLAIN | changes for changes in ({}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.0})]
+# More tokens than a block has.
+LONG = [_PLAIN | {"vocabulary": 2500} | changes for changes in ({}, {"top_k": 300}, {"top_p": 0.9, "ties": False})]
 
 
 class Numbered(Sampler):
@@ -120,6 +131,27 @@ def _shares(kernels: Kernels) -> None:
         assert (tokens.bincount(minlength=4) - torch.tensor(shares)).abs().max() <= 1
 
 
+def _exact(kernels: Kernels) -> None:
+    """A number that is a sum of probabilities falls on the token after it."""
+    logits, numbers = torch.zeros(5, 4), torch.tensor([0.0, 0.25, 0.5, 0.75, 0.7]).double()
+    for options in ({}, {"top_k": 4}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.5}):
+        sampling = SamplingParams(temperature=1.0, **options)
+        tokens = sample(kernels, logits, options_of([sampling] * 5), numbers)
+        assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
+
+
+def _adjacent(kernels: Kernels) -> None:
+    """Scores that are neighbours among fp32 numbers are told apart, and equal ones go by their number."""
+    distances = 1 + torch.arange(24, dtype=torch.float32) * 2.0**-23
+    row = -torch.cat([torch.zeros(1), distances, distances.flip(0)])
+    for options in ({"top_p": 0.9}, {"top_k": 17}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.97}, {}):
+        sampling = SamplingParams(temperature=1.0, **options)
+        numbers = (torch.arange(10).double() + 0.5) / 10
+        logits = row.expand(10, -1).contiguous()
+        tokens = sample(kernels, logits, options_of([sampling] * 10), numbers)
+        assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
+
+
 def _last(kernels: Kernels) -> None:
     """The largest random number falls on a token that has a chance."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2)).mul(40).round()
@@ -139,12 +171,13 @@ def checks() -> dict[str, Check]:
     """All checks by name."""
     drawn = {
         "-".join(f"{value}" for value in case.values()): _case(case)
-        for seed in range(2)
-        for case in pairwise(OPTIONS, seed)
+        for case in [*SINGLE, *LONG, *pairwise(OPTIONS, 0), *pairwise(OPTIONS, 1)]
     }
     return {
         "numbers": _numbers,
         "last": _last,
+        "adjacent": _adjacent,
+        "exact": _exact,
         "not finite": _not_finite,
         "counts": _counts,
         "shares": _shares,
