@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from deepspeed.errors import ArgumentError, NotAvailableError  # noqa: E402
 from deepspeed.ops.triton.attention import AttentionRule, PagedRows, attend_pages  # noqa: E402
 from tests.kernels.attention_cases import Case, attended, checks, inputs_of, rule_of  # noqa: E402
 from tests.kernels.interpreter import InterpretedKernels, OutOfBoundsError, bounded, interpreted  # noqa: E402
+from tests.kernels.moved import MovedKernels, NotBuiltError  # noqa: E402
 
 CHECKS = checks()
 
@@ -68,6 +71,16 @@ def test_addresses_are_checked(kernels: InterpretedKernels) -> None:
         from tests.kernels.interpreter import _bounds
 
         _bounds[-1].check("reads", torch.tensor([inputs.table.data_ptr() - 4]).numpy(), torch.ones(1).numpy(), 4)
+
+
+def test_tensors_go_to_a_device_and_back(kernels: InterpretedKernels) -> None:
+    """What the checks of a GPU's kernels do around each launch."""
+    case, odd = Case(sinks=True, group=2), Case(head=24)
+    inputs = inputs_of(case)
+    moved: Any = MovedKernels(kernels, torch.device("cpu"))
+    assert torch.equal(attended(moved, case, inputs), attended(kernels, case, inputs))
+    with pytest.raises(NotBuiltError):
+        attended(moved, odd, inputs_of(odd))
 
 
 def test_what_does_not_fit_is_refused(kernels: InterpretedKernels) -> None:
