@@ -140,15 +140,27 @@ def _exact(kernels: Kernels) -> None:
         assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
 
 
+def _many(kernels: Kernels) -> None:
+    """More tokens than a block has: what lies in the blocks before counts."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, 5000, generator=generator)
+    numbers = torch.tensor([0.3, 0.7, 0.97]).double()
+    for options in ({}, {"top_k": 4000}):
+        sampling = SamplingParams(temperature=1.0, **options)
+        tokens = sample(kernels, logits, options_of([sampling] * 3), numbers)
+        assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
+    assert sample(kernels, logits, options_of([SamplingParams()] * 3), numbers).tolist() == logits.argmax(-1).tolist()
+
+
 def _adjacent(kernels: Kernels) -> None:
     """Scores that are neighbours among fp32 numbers are told apart, and equal ones go by their number."""
     distances = 1 + torch.arange(24, dtype=torch.float32) * 2.0**-23
     row = -torch.cat([torch.zeros(1), distances, distances.flip(0)])
     for options in ({"top_p": 0.9}, {"top_k": 17}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.97}, {}):
         sampling = SamplingParams(temperature=1.0, **options)
-        numbers = (torch.arange(10).double() + 0.5) / 10
-        logits = row.expand(10, -1).contiguous()
-        tokens = sample(kernels, logits, options_of([sampling] * 10), numbers)
+        numbers = (torch.arange(5).double() + 0.5) / 5
+        logits = row.expand(5, -1).contiguous()
+        tokens = sample(kernels, logits, options_of([sampling] * 5), numbers)
         assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
 
 
@@ -180,6 +192,7 @@ def checks() -> dict[str, Check]:
         "exact": _exact,
         "not finite": _not_finite,
         "counts": _counts,
-        "shares": _shares,
+        "many": _many,
         **drawn,
+        "shares": _shares,
     }

@@ -52,8 +52,11 @@ ROW_EQUIVALENT = (
 )
 # Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored.
 PRODUCT_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
-# The bisection may begin lower.
-SAMPLING_EQUIVALENT = (("low, high = -1, 0x7F800000", "'1' value"),)
+# The bisection may begin lower. The last token with a chance is looked for, and there is one.
+SAMPLING_EQUIVALENT = (
+    ("low, high = -1, 0x7F800000", "'1' value"),
+    ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
+)
 SUITES = {
     "paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT),
     "row_kernels": Suite("row_kernels", row_cases.checks, ROW_EQUIVALENT),
