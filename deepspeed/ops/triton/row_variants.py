@@ -123,7 +123,7 @@ def gate_variant(dtype: torch.dtype, activation: int) -> KernelVariant:
 
 def sampling_variants(dtype: torch.dtype, vocabulary: int) -> dict[str, KernelVariant]:
     """Variants of sampling from logits of a dtype, by kernel."""
-    size = min(2048, block(vocabulary, 128))
+    size = min(1024, block(vocabulary, 128))
     return {
         "draw_numbers": KernelVariant("draw_numbers", torch.float32, (("BLOCK", 128),)),
         "adjust_scores": KernelVariant("adjust_scores", dtype, (("BLOCK", 1024),)),
@@ -133,8 +133,9 @@ def sampling_variants(dtype: torch.dtype, vocabulary: int) -> dict[str, KernelVa
 
 def product_variant(dtype: torch.dtype, bits: int) -> KernelVariant:
     """Variant of the product with a matrix packed in 8 or 4 bits."""
-    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", 32), ("BLOCK_IN", 128))
-    return KernelVariant(f"int{bits}_product", dtype, sizes, 4, 4)
+    wide = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
+    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", 32), ("BLOCK_IN", 128 if wide else 32))
+    return KernelVariant(f"int{bits}_product", dtype, sizes, 4 if wide else 8, 4)
 
 
 def row_variants(
