@@ -3,6 +3,7 @@
 # `make gpu` (what a GPU can show, where there is one),
 # `make newest` (the clients' newest releases, what runs with them, and a row of the page),
 # `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests),
+# `make kernels` (GPU kernels by Triton's interpreter, and what of their faults is noticed),
 # `make wheels` (what is installed elsewhere, under dist/), `make licences` (the page of the dependencies' licences).
 # The first of them makes the environment in .venv.
 
@@ -14,6 +15,9 @@ BENCH_ARGS ?=
 TEST_ARGS ?=
 GALLERY_ARGS ?=
 LOOK_ARGS ?=
+KERNELS_ARGS ?=
+# the release that torch 2.13 requires
+TRITON := 3.7.1
 TORCH_NEWEST ?=
 NEWEST_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
@@ -24,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What reads sources alone is `make check`'s.
 FAST_TESTS := $(wildcard $(addprefix tests/architecture/test_,import_cost.py step_files.py) $(addprefix tests/,harness unit parallel parity faults golden docs clients emulated package hosts))
 
-.PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors newest wheels licences
+.PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors kernels newest wheels licences
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -56,6 +60,15 @@ monitors: $(READY)
 		> $$(.venv/monitors/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
 	.venv/monitors/bin/pip install -q -c constraints.txt tensorboard wandb comet_ml mlflow-skinny prometheus_client
 	.venv/monitors/bin/python -m pytest tests/unit/monitor
+
+# in an environment of their own over the other, as `monitors`: torch's compiler does otherwise where Triton can be imported
+kernels: $(READY)
+	$(BIN)/python -m venv .venv/kernels
+	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_paths()['purelib'])" \
+		> $$(.venv/kernels/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
+	.venv/kernels/bin/pip install -q --no-deps triton==$(TRITON)
+	TRITON_INTERPRET=1 .venv/kernels/bin/python -m pytest tests/kernels $(TEST_ARGS)
+	TRITON_INTERPRET=1 .venv/kernels/bin/python -W ignore -m tests.kernels.mutations $(KERNELS_ARGS)
 
 # the newest releases of the clients, without constraints, in an environment of their own over the other, as `monitors`:
 # their tests, generation, the two commands, and a row in docs/clients.md (needs pip's index; half an hour).

@@ -13,7 +13,7 @@ from deepspeed.errors import NotAvailableError, RequestError
 from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
-from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor
+from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, settle_attention
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
@@ -184,6 +184,7 @@ class DraftModel:
         self._limit = min(limits, default=None)
         self.pays = min(PAYS + _bytes_of(model) / max(_bytes_of(target), 1), MOST_NEEDED)
         self._executor.store = self._executor.store.resized(pool.count, pool.size)
+        settle_attention(self._executor, pool.size)
         self.pages = BlockPool(pool.count, pool.size, pool.reuse)
         self.scheduler = Scheduler(self.pages, self._copy, min(max_tokens, ROWS), max_sequences)
 

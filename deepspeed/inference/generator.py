@@ -31,6 +31,7 @@ from deepspeed.inference.executors.select import (
     exclusive_pass,
     packable,
     select_executor,
+    settle_attention,
     warn_of,
     why_not_adapted,
     why_not_batchable,
@@ -150,6 +151,7 @@ class Generator:
         warn_of(self.model, self._executor, self.why)
         self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
+        settle_attention(self._executor, page_size)
         self._scheduler = Scheduler(
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )

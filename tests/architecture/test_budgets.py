@@ -12,7 +12,20 @@ FILE_LINES, FUNCTION_LINES, CLASS_METHODS, PARAMETERS = 700, 60, 40, 8
 
 # What may be over a budget, and why. One that no longer is has to leave this list.
 _INTERFACE = "users pass these arguments by name or position: the signature is the interface"
+_KERNEL = "a GPU kernel takes addresses and numbers; it has no objects"
 EXCEPTIONS = {
+    "ops/triton/packed_products.py:int4_product parameters": _KERNEL,
+    "ops/triton/packed_products.py:int8_product parameters": _KERNEL,
+    "ops/triton/paged_attention.py:attend_keys parameters": _KERNEL,
+    "ops/triton/paged_attention.py:attend_split parameters": _KERNEL,
+    "ops/triton/paged_attention.py:attend_whole parameters": _KERNEL,
+    "ops/triton/paged_attention.py:join_splits parameters": _KERNEL,
+    "ops/triton/paged_attention.py:store_rows parameters": _KERNEL,
+    "ops/triton/row_kernels.py:gate_rows parameters": _KERNEL,
+    "ops/triton/row_kernels.py:norm_rows parameters": _KERNEL,
+    "ops/triton/row_kernels.py:rotate_into_pages parameters": _KERNEL,
+    "ops/triton/sampling_kernels.py:adjust_scores parameters": _KERNEL,
+    "ops/triton/sampling_kernels.py:choose_tokens parameters": _KERNEL,
     "comm/process_groups/init.py:init_distributed parameters": _INTERFACE,
     "data/analyzer.py:DataAnalyzer.__init__ parameters": _INTERFACE,
     "data/analyzer.py:DistributedDataAnalyzer.__init__ parameters": _INTERFACE,

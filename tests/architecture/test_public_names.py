@@ -13,6 +13,8 @@ from deepspeed.foundation.addresses import ADDRESSES, PLACEHOLDERS
 
 FROZEN = (Path(__file__).parent / "public_names.txt").read_text().splitlines()
 ROOMS = ("deepspeed.ops",)  # every module in them is a public address, and every row of the table of addresses
+_KERNELS = ("paged_attention", "row_kernels", "sampling_kernels", "packed_products")
+NEED_TRITON = {f"deepspeed.ops.triton.{name}" for name in _KERNELS}  # which other modules name by their strings
 FRONT = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.git_version_info", "deepspeed.zero")
 
 
@@ -47,7 +49,7 @@ def _public() -> Iterator[str]:
     modules = [*FRONT, *ROOMS, *ADDRESSES]
     for room in ROOMS:
         modules += [info.name for info in pkgutil.walk_packages(_look_up(room).__path__, f"{room}.")]
-    for module in modules:
+    for module in [module for module in modules if module not in NEED_TRITON]:
         names = (f"{module}.{name}" for name in getattr(_look_up(module), "__all__", ()))
         yield from (name for name in names if not _stands_for_placeholders(name))
 

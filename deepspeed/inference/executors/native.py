@@ -21,6 +21,7 @@ from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.replaced_forward import TrainingOnlyForward
 from deepspeed.inference.adapters import LoraAdapter
 from deepspeed.inference.executors.engine_weights import EngineWeights, is_sharded
+from deepspeed.inference.executors.mask_shape import mask_shape
 from deepspeed.inference.executors.native_adapters import adapted_rows, bind
 from deepspeed.inference.executors.native_experts import clear_rows, experts_of, is_mixture, routing_of
 from deepspeed.inference.executors.native_tensors import (
@@ -41,7 +42,7 @@ from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinea
 from deepspeed.inference.quantization.lossless_bf16 import Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
-from deepspeed.inference.request import length_limit, packed_limit
+from deepspeed.inference.request import packed_limit
 from deepspeed.inference.trained_lora import TrainedLora, base_of, is_lora
 from deepspeed.native import KINDS, threads
 from deepspeed.zero.parameters.parameter import is_managed
@@ -52,7 +53,6 @@ ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
 EMBEDDING, HEAD = -1, -2  # parts of a `Structure` besides its layers
 REQUIRE_GRADS = {"make_inputs_require_grads", "make_inputs_require_grad"}  # hooks of Transformers and PEFT
 MOVED = 32 << 20  # bytes after which freed memory is returned to the system
-FURTHEST = 1 << 17  # position at which the window is probed for models without length limit
 # Tolerances of a part's change to the residual stream: relative to its size, and to the rounding of the stream.
 TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -591,20 +591,10 @@ class FusedExecutor:
 
 def _window(rule: Mask, model: nn.Module) -> int:
     """Return the window of a sliding-window mask, or 0 for a causal mask; raise PackingError for other masks."""
-    zero = torch.zeros((), dtype=torch.long)
-
-    def seen(query: int) -> torch.Tensor:
-        return rule.function(zero, zero, torch.tensor(query), torch.arange(query + 1)).reshape(-1)
-
-    furthest = min(length_limit(model) or FURTHEST, FURTHEST)
-    window = int(seen(furthest - 1).sum())
-    for query in {0, 1, window - 1, window, window + 1, window + window // 2, furthest // 2, furthest - 1}:
-        if not 0 <= query < furthest:
-            continue
-        keys, visible = torch.arange(query + 1), seen(query)
-        if visible.shape != keys.shape or not torch.equal(visible, keys > query - window):
-            raise PackingError("its rows see others than the last keys")
-    return 0 if window >= furthest else window
+    shape = mask_shape(rule.function, model)
+    if shape.chunk:
+        raise PackingError("its rows see others than the last keys")
+    return shape.window
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------

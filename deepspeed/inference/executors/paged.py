@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import IMMATERIAL, accepts, cache_argument, with_cache
 from deepspeed.inference.adapters import applied, parts_of
+from deepspeed.inference.executors.attention_ways import AttentionWay, LayerAttention
 from deepspeed.inference.executors.ragged_batch import AttentionGroup, RaggedBatch
 
 NAME = "deepspeed_pages"
@@ -93,11 +94,15 @@ class PagedCache(Cache):
     Args:
         store: pages of keys and values.
         batch: the batch.
+        ways: layers whose attention reads the pages in place, and how; the pages of others are gathered.
     """
 
-    def __init__(self, store: KVCache, batch: RaggedBatch) -> None:
+    def __init__(
+        self, store: KVCache, batch: RaggedBatch, ways: dict[int, tuple[AttentionWay, LayerAttention]] | None = None
+    ) -> None:
         super().__init__(layers=NoLayers())
-        self.store, self.batch = store, batch
+        self.store, self.batch, self.ways = store, batch, ways or {}
+        self.calls: dict[int, LayerAttention] = {}  # attention by layer
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
         self.rules: dict[int, Mask] = {}  # mask by layer
@@ -198,7 +203,15 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = options.get("softcap") is None and options.get("s_aux") is None
     cache.scales[layer] = scale if plain else None
-    pools = cache.store.layers[layer]
+    pools, sinks = cache.store.layers[layer], options.get("s_aux")
+    sizes = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
+    call = LayerAttention(query.dtype, *sizes, scale, options.get("softcap"), sinks is not None)
+    cache.calls[layer] = call
+    if layer in cache.ways:
+        way, chosen_for = cache.ways[layer]
+        if not call.alike(chosen_for):
+            raise PackingError(f"{type(module).__name__} attends otherwise than when its generator was created")
+        return way.attend(chosen_for, query[0].transpose(0, 1), pools, cache.batch, sinks)[None], None
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group in cache.batch.groups:
         out[group.rows] = _attend(group, query[0], pools, rule, scale, options)
@@ -273,6 +286,8 @@ class PagedExecutor:
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
         self.rules: dict[int, Mask] = {}  # recorded in the last pass
         self.scales: dict[int, float | None] = {}
+        self.calls: dict[int, LayerAttention] = {}
+        self.ways: dict[int, tuple[AttentionWay, LayerAttention]] = {}  # by layer; set by `select.settle_attention`
 
     def _find_configs(self) -> list[Any]:
         """Return the config objects from which the model's modules read their attention implementation."""
@@ -324,12 +339,12 @@ class PagedExecutor:
             PackingError: the model uses its cache or attention in a way that is unsupported for several sequences.
         """
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
-        cache = PagedCache(self.store, batch)
+        cache = PagedCache(self.store, batch, self.ways)
         inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
         adapted = applied(self.model, parts_of(batch), len(batch.tokens))
         with self._attending(cache), adapted, batch.recording(self.model):
             output = self.model(**inputs, **with_cache(self._cached, cache), **keep)
-        self.rules, self.scales = cache.rules, cache.scales
+        self.rules, self.scales, self.calls = cache.rules, cache.scales, cache.calls
         if not cache.handed:
             raise PackingError("it keeps nothing in the cache it is given")
         logits = output.logits[0]

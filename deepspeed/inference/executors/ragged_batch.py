@@ -14,8 +14,18 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.triton.attention import PagedRows
+
 PADDED = 1.25  # maximum ratio of context lengths in one attention call, beyond LEAST more tokens
 LEAST = 64
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a new host tensor on `device`; the host does not wait for the copy to a GPU."""
+    if device.type == "cpu":
+        return tensor
+    return get_accelerator().pin_memory(tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -144,12 +154,12 @@ class RaggedBatch:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        return torch.tensor([token for span in self.spans for token in span.tokens], device=self.device)
+        return sent(torch.tensor([token for span in self.spans for token in span.tokens]), self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         places = [place for span in self.spans for place in range(span.start, span.end)]
-        return torch.tensor(places, device=self.device)
+        return sent(torch.tensor(places), self.device)
 
     @cached_property
     def firsts(self) -> torch.Tensor:
@@ -163,18 +173,41 @@ class RaggedBatch:
         return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
 
     @cached_property
+    def paged_rows(self) -> PagedRows:
+        """Rows and pages of the slices, for attention that reads pages in place."""
+        table = torch.nn.utils.rnn.pad_sequence(self.tables, batch_first=True, padding_value=-1)
+        counts, lengths = [len(span.tokens) for span in self.spans], [span.end for span in self.spans]
+        return PagedRows(counts, lengths, sent(table.to(torch.int32), self.device), sent)
+
+    @cached_property
+    def block_table(self) -> torch.Tensor:
+        """Places of the slices' pages in a layer's tensors, int32 [slices, pages]: the page of zeros comes first."""
+        return self.paged_rows.table + 1
+
+    @cached_property
+    def row_starts(self) -> torch.Tensor:
+        """Index of the first row of each slice, then the number of rows, int32 [slices + 1] on the device."""
+        rows = [len(span.tokens) for span in self.spans]
+        return sent(torch.tensor([0, *rows]).cumsum(0).to(torch.int32), self.device)
+
+    @cached_property
+    def context_lengths(self) -> torch.Tensor:
+        """Length of each slice's context with its rows, int32 [slices] on the device."""
+        return sent(torch.tensor([span.end for span in self.spans], dtype=torch.int32), self.device)
+
+    @cached_property
     def wanted(self) -> torch.Tensor:
         """Indices of the rows with requested logits, int64."""
         rows, end = [], 0
         for span in self.spans:
             end += len(span.tokens)
             rows.extend(range(end - span.wanted, end))
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return sent(torch.tensor(rows, dtype=torch.long), self.device)
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
         """Cache slots for the keys and values of the new rows, [rows]."""
-        return torch.cat([self._slots(i)[span.start :] for i, span in enumerate(self.spans)]).to(self.device)
+        return sent(torch.cat([self._slots(i)[span.start :] for i, span in enumerate(self.spans)]), self.device)
 
     @cached_property
     def chosen(self) -> list[list[int]]:
@@ -206,5 +239,5 @@ class RaggedBatch:
         for row, i in zip(slots, chosen, strict=True):
             row[: self.spans[i].end] = self._slots(i)
         rows = self.firsts[chosen][:, None] + torch.arange(len(spans[0].tokens))
-        rows, ends, slots = rows.to(self.device), ends.to(self.device), slots.to(self.device)
+        rows, ends, slots = (sent(each, self.device) for each in (rows, ends, slots))
         return AttentionGroup(rows, self.positions[rows], ends, slots)

@@ -20,6 +20,7 @@ from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cac
 from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.foundation.transformers_model import config_of, text_config, vocabulary_size
 from deepspeed.inference.adapters import LoraAdapter, applied
+from deepspeed.inference.executors import attention_ways
 from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
@@ -178,7 +179,7 @@ def _probe(
             BatchSlice(sequences[i][start:end], start, pages[i], end - start, adapter=adapters[i])
             for i, start, end in rows
         ]
-        batch = RaggedBatch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
+        batch = RaggedBatch(spans, executor.store.size, device, getattr(executor, "even", False))
         logits = executor.run(batch)
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
         if logits.shape != right.shape:
@@ -278,6 +279,44 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
                 return (_fused(executor, sequences, wanted, noise) if fused else executor), why
             why = why or reason
     return None, reason or why
+
+
+@torch.no_grad()
+def settle_attention(executor: Any, page: int) -> None:
+    """Choose how the attention of each layer is computed on pages of `page` tokens; on a CPU nothing is to be chosen.
+
+    The choice is kept if the logits of mixed passes agree with the model's own, as for the executor.
+    """
+    if not isinstance(executor, PagedExecutor):
+        return
+    model, store, device = executor.model, executor.store, device_of(executor.model)
+    executor.ways = {}
+    ways, missing = attention_ways.ways_of(device)
+    name = type(model).__name__
+    if missing:
+        warn_once(f"{name}: the package's attention kernels are not used: {missing}")
+    layers = attention_ways.shaped(executor.calls, executor.rules, model, device)
+    layers = {number: layer for number, layer in layers.items() if store.layers[number][0].dtype == layer.dtype}
+    chosen, reasons = attention_ways.choose_ways(layers, ways, page)
+    if reasons:
+        warn_once(f"{name}: attention of some layers gathers pages: {'; '.join(reasons)}")
+    if not chosen:
+        return
+    sequences = _sequences(model)
+    with exclusive_pass(model), ModuleState(model).turn():
+        wanted = [_alone(model, tokens) for tokens in sequences]
+        noise = functools.cache(lambda: _noise(model, sequences, wanted))
+        executor.store = store.resized(16, page)
+        executor.ways = {number: (way, layers[number]) for number, way in chosen.items()}
+        try:
+            reason = _probe(executor, sequences, wanted, noise)
+        except Exception as error:  # of torch's operator or of the driver; gathered pages still work
+            reason = _say(error)
+        finally:
+            executor.store = store
+    if reason is not None:
+        executor.ways = {}
+        warn_once(f"{name}: attention gathers pages, since on the pages it fails: {reason}")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableEr
 from deepspeed.foundation.log import logger
 from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
-from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, warn_of
+from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, settle_attention, warn_of
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig, check_supported
@@ -76,6 +76,7 @@ class InferenceEngineV2:
         probed = executor.store
         self._blocks = BlockPool(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
         executor.store = probed.resized(self._blocks.count, BLOCK)
+        settle_attention(executor, BLOCK)
         self._sequences: dict[int, DSSequenceDescriptor] = {}
         size = vocabulary_size(model, decoder=True)
         config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=size)

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.inference import Generator, Request, SamplingParams, why_not_batchable
-from tests.unit.inference.toys import alone, gpt_neo, llama, mamba, prompts, scale
+from tests.unit.inference.toys import alone, gpt_neo, llama, mamba, masked, prompts
 
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -91,18 +91,7 @@ def test_heads_and_rotations(sizes) -> None:
     ],
 )
 def test_windows_chunks_caps_and_sinks(kind: str) -> None:
-    import transformers
-
-    windowed = "chunked_attention" if kind == "Llama4Text" else "sliding_attention"
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=9, attention_chunk_size=9,
-        num_local_experts=4, intermediate_size_mlp=96, moe_layers=[], eos_token_id=2, pad_token_id=0,
-        layer_types=None if kind == "Mistral" else ["full_attention", windowed, "full_attention"],
-    )  # fmt: skip
-    config.tie_word_embeddings = False
-    torch.manual_seed(0)
-    model = scale(getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config), norms=0.5)
+    model = masked(kind)
     given = prompts((3, 50))
     wanted = [alone(model, prompt, NEW) for prompt in given]
     assert min(len(set(tokens)) for tokens in wanted) >= 10

@@ -122,6 +122,22 @@ def mixture(family: str = "Mixtral", **sizes: Any) -> Any:
     return scale(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
+def masked(kind: str) -> Any:
+    """A family with windows, chunks, soft caps or sinks; its second layer sees nine tokens, or chunks of nine."""
+    import transformers
+
+    windowed = "chunked_attention" if kind == "Llama4Text" else "sliding_attention"
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=9, attention_chunk_size=9,
+        num_local_experts=4, intermediate_size_mlp=96, moe_layers=[], eos_token_id=2, pad_token_id=0,
+        layer_types=None if kind == "Mistral" else ["full_attention", windowed, "full_attention"],
+    )  # fmt: skip
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    return scale(getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config), norms=0.5)
+
+
 def gpt_neo(**sizes: Any) -> Any:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 

@@ -1,0 +1,152 @@
+"""Variants of the kernels of rows, of sampling and of packed products: arguments, constants, and how they are compiled.
+
+This module needs neither Triton nor a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.ops.triton.variants import DTYPES
+
+ROWS, SAMPLING, PRODUCTS = "row_kernels", "sampling_kernels", "packed_products"
+# Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
+ARGUMENTS: dict[str, tuple[str, str]] = {
+    "norm_rows": (
+        ROWS, "rows:* residual:* weight:* bias:* out:* stream:* row_stride residual_stride out_stride stream_stride "
+        "width eps:fp32 shift:fp32 has_residual has_bias",
+    ),
+    "rotate_into_pages": (
+        ROWS, "queries:* keys:* values:* cosines:* sines:* slots:*i64 out:* key_pool:* value_pool:* query_row "
+        "query_head key_row key_head value_row value_head table_row out_row out_head key_slot key_pool_head value_slot "
+        "value_pool_head heads rotary",
+    ),
+    "gate_rows": (ROWS, "gate:* up:* out:* gate_row up_row out_row width"),
+    "draw_numbers": (SAMPLING, "seeds:*i64 counters:*i32 numbers:*fp64 rows"),
+    "adjust_scores": (
+        SAMPLING, "logits:* table:*i32 scores:*fp32 options:*fp32 logit_row table_row score_row vocabulary has_table",
+    ),
+    "choose_tokens": (
+        SAMPLING, "scores:*fp32 options:*fp32 numbers:*fp64 table:*i32 tokens:*i32 table_row score_row vocabulary "
+        "has_table",
+    ),
+    "int8_product": (
+        PRODUCTS, "inputs:* integers:*i8 scales:*fp32 bias:* out:* input_row out_row rows outputs inputs_ has_bias",
+    ),
+    "int4_product": (
+        PRODUCTS, "inputs:* integers:*u8 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs "
+        "inputs_ has_bias",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One compiled form of a kernel of this module; as `variants.Variant`.
+
+    Args:
+        kernel: name of the kernel.
+        dtype: dtype of the tensors without one of their own.
+        sizes: names and values of the compile-time arguments.
+        warps: warps of a program.
+        stages: stages of the kernel's loop.
+        even: whether strides are multiples of 16.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    sizes: tuple[tuple[str, int], ...]
+    warps: int = 4
+    stages: int = 3
+    even: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the variant's file, unique among all variants."""
+        sizes = "_".join(f"{name.lower()}{value}" for name, value in self.sizes)
+        return f"{self.kernel}_{DTYPES[self.dtype]}_{sizes}"
+
+    @property
+    def aligned(self) -> frozenset[str]:
+        """Arguments that are multiples of 16, as in `variants.Variant`; in sampling, whose vocabularies have any
+        size, addresses alone."""
+        strides = () if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_")
+        names = self.signature.items()
+        return frozenset(
+            name for name, kind in names if kind.startswith("*") or (name.endswith(strides) and name != "table_row")
+        )
+
+    @property
+    def module(self) -> str:
+        """Module of the kernel, in `deepspeed.ops.triton`."""
+        return ARGUMENTS[self.kernel][0]
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Values of the kernel's compile-time arguments."""
+        return dict(self.sizes)
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Types of the arguments, in their order; compile-time ones are "constexpr"."""
+        types = {}
+        for argument in ARGUMENTS[self.kernel][1].split():
+            name, _, kind = argument.partition(":")
+            types[name] = "*" + DTYPES[self.dtype] if kind == "*" else kind or "i32"
+        return types | {name: "constexpr" for name in self.constants}
+
+
+def block(size: int, least: int = 16) -> int:
+    """Return the smallest power of two that is at least `size` and `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def norm_variant(dtype: torch.dtype, width: int, centred: bool) -> KernelVariant:
+    """Variant of `norm_rows` for rows of a width."""
+    size = block(width, 128)
+    return KernelVariant("norm_rows", dtype, (("BLOCK", size), ("CENTRED", int(centred))), min(max(size // 512, 1), 16))
+
+
+def rotation_variant(dtype: torch.dtype, head: int, value: int, interleaved: bool) -> KernelVariant:
+    """Variant of `rotate_into_pages` for heads of these sizes."""
+    sizes = (("HEAD", head), ("VALUE", value), ("BLOCK", block(max(head, value))), ("INTERLEAVED", int(interleaved)))
+    return KernelVariant("rotate_into_pages", dtype, sizes, 1)
+
+
+def gate_variant(dtype: torch.dtype, activation: int) -> KernelVariant:
+    """Variant of `gate_rows` for an activation."""
+    return KernelVariant("gate_rows", dtype, (("BLOCK", 1024), ("ACTIVATION", activation)))
+
+
+def sampling_variants(dtype: torch.dtype, vocabulary: int) -> dict[str, KernelVariant]:
+    """Variants of sampling from logits of a dtype, by kernel."""
+    size = min(1024, block(vocabulary, 128))
+    return {
+        "draw_numbers": KernelVariant("draw_numbers", torch.float32, (("BLOCK", 128),)),
+        "adjust_scores": KernelVariant("adjust_scores", dtype, (("BLOCK", 1024),)),
+        "choose_tokens": KernelVariant("choose_tokens", torch.float32, (("BLOCK", size),), 8),
+    }
+
+
+def product_variant(dtype: torch.dtype, bits: int) -> KernelVariant:
+    """Variant of the product with a matrix packed in 8 or 4 bits."""
+    wide = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
+    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", 32), ("BLOCK_IN", 128 if wide else 32))
+    return KernelVariant(f"int{bits}_product", dtype, sizes, 4 if wide else 8, 4)
+
+
+def row_variants(
+    dtypes: tuple[torch.dtype, ...], heads: tuple[int, ...], widths: tuple[int, ...]
+) -> Iterator[KernelVariant]:
+    """Yield the variants that models of these dtypes, head sizes and widths need, each once."""
+    wanted: dict[KernelVariant, None] = {}
+    for dtype in dtypes:
+        wanted |= {norm_variant(dtype, width, centred): None for width in widths for centred in (False, True)}
+        wanted |= {rotation_variant(dtype, head, head, False): None for head in heads}
+        wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
+        wanted |= dict.fromkeys(sampling_variants(dtype, 1 << 17).values())
+        wanted |= {product_variant(dtype, bits): None for bits in (8, 4)}
+    yield from wanted

@@ -1,0 +1,147 @@
+"""Host's side of the kernels of rows and of packed products: one call each, with checked shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.errors import ArgumentError
+from deepspeed.ops.triton.attention import Kernels
+from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, product_variant, rotation_variant
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+FORMATS = {8: "int8, [outputs, inputs]", 4: "uint8, [outputs, inputs / 2]"}
+
+
+def norm(
+    kernels: Kernels,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool = False,
+    shift: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of rows + residual, and the sum itself, both [rows, width] in the dtype of `rows`.
+
+    Args:
+        kernels: the kernels.
+        rows: [rows, width].
+        weight: [width].
+        bias: [width], or None.
+        residual: [rows, width], or None: then the sum is `rows`.
+        eps: added to the mean square.
+        centred: whether the mean is taken off first (layer norm), or not (RMS norm).
+        shift: added to the weight, 1 in Gemma.
+
+    Raises:
+        ArgumentError: shapes do not fit each other, or rows are not contiguous.
+    """
+    others = [each for each in (weight, bias) if each is not None]
+    fits = rows.dim() == 2 and rows.stride(1) == 1 and all(each.shape == rows.shape[1:] for each in others)
+    if not fits or (residual is not None and (residual.shape != rows.shape or residual.stride(1) != 1)):
+        raise ArgumentError(f"norm of rows {tuple(rows.shape)}: weight, bias or residual have another width")
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    stream = rows if residual is None else torch.empty_like(out)
+    added = rows if residual is None else residual
+    tensors = (rows, added, weight, weight if bias is None else bias, out, stream)
+    strides = (rows.stride(0), added.stride(0), out.stride(0), stream.stride(0), rows.shape[1])
+    flags = (eps, shift, int(residual is not None), int(bias is not None))
+    kernels.launch(norm_variant(rows.dtype, rows.shape[1], centred), (len(rows), 1, 1), (*tensors, *strides, *flags))
+    return out, stream
+
+
+def rotate_into_pages(
+    kernels: Kernels,
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    pools: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotate queries and keys, write keys and values to their slots, and return the queries [rows, heads, head size].
+
+    Args:
+        kernels: the kernels.
+        heads: queries [rows, heads, size], keys and values [rows, key-value heads, size].
+        rotation: cosines and sines, [rows, rotary size], as Transformers gives them; the places after it stay.
+        pools: keys and values of the layer, [slots, key-value heads, size].
+        slots: slot of each row, int64 [rows]; negative: the row is padding, and nothing is written for it.
+        interleaved: whether places are turned in neighbouring pairs; else each with that half the rotary size away.
+
+    Raises:
+        ArgumentError: shapes do not fit each other.
+    """
+    queries, keys, values = heads
+    sizes = keys.shape[:2] == values.shape[:2] and queries.shape[::2] == keys.shape[::2]
+    places = rotation[0].shape == rotation[1].shape and len(rotation[0]) == len(queries) == len(slots)
+    if not sizes or not places or rotation[0].shape[1] > queries.shape[2] or slots.dtype != torch.int64:
+        shapes = [tuple(each.shape) for each in (*heads, *rotation, slots)]
+        raise ArgumentError(f"rotation into pages: queries, keys, values, cosines, sines, slots of {shapes}")
+    cosines, sines = (each.to(queries.dtype).contiguous() for each in rotation)
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    tensors = (queries, keys, values, cosines, sines, slots, out, *pools)
+    rows = [stride for each in heads for stride in each.stride()[:2]]
+    targets = [stride for each in pools for stride in each.stride()[:2]]
+    numbers = (*rows, cosines.stride(0), *out.stride()[:2], *targets, queries.shape[1], cosines.shape[1])
+    variant = rotation_variant(queries.dtype, queries.shape[2], values.shape[2], interleaved)
+    kernels.launch(variant, (len(queries), queries.shape[1] + keys.shape[1], 1), (*tensors, *numbers))
+    return out
+
+
+def gated(kernels: Kernels, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) · up, [rows, width]; gate and up may be halves of one tensor.
+
+    Raises:
+        ArgumentError: shapes differ, or the activation is not one of `ACTIVATIONS`.
+    """
+    if gate.shape != up.shape or gate.dim() != 2 or gate.stride(1) != 1 or up.stride(1) != 1:
+        raise ArgumentError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} have to be rows of one width")
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    variant = gate_variant(gate.dtype, ACTIVATIONS.index(activation))
+    out = gate.new_empty(gate.shape)
+    grid = (len(gate), -(-gate.shape[1] // variant.constants["BLOCK"]), 1)
+    kernels.launch(variant, grid, (gate, up, out, gate.stride(0), up.stride(0), out.stride(0), gate.shape[1]))
+    return out
+
+
+def packed_product(
+    kernels: Kernels,
+    inputs: torch.Tensor,
+    integers: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `inputs` [rows, inputs] times a packed matrix, [rows, outputs] in the dtype of `inputs`.
+
+    Args:
+        kernels: the kernels.
+        inputs: [rows, inputs].
+        integers: parts of a `PackedWeight`: int8 [outputs, inputs], or uint8 [outputs, inputs / 2] of 4 bits.
+        scales: fp32, [outputs] values for 8 bits, [outputs, inputs / 32] for 4.
+        offsets: fp32 of the same size for 4 bits; None: 8 bits.
+        bias: [outputs], or None.
+
+    Raises:
+        ArgumentError: sizes do not fit each other.
+    """
+    bits = 8 if offsets is None else 4
+    outputs, width = integers.shape[0], integers.shape[1] * 8 // bits
+    count = outputs if bits == 8 else outputs * width // 32
+    sizes = scales.numel() == count and (offsets is None or offsets.numel() == count) and (bits == 8 or width % 32 == 0)
+    if inputs.dim() != 2 or inputs.shape[1] != width or not sizes or not integers.is_contiguous():
+        raise ArgumentError(f"inputs {tuple(inputs.shape)} and integers {tuple(integers.shape)}, not {FORMATS[bits]}")
+    variant = product_variant(inputs.dtype, bits)
+    if inputs.stride(1) != 1:
+        inputs = inputs.contiguous()
+    out = inputs.new_empty(len(inputs), outputs)
+    parts = (integers, scales) if offsets is None else (integers, scales, offsets)
+    tensors = (inputs, *parts, inputs if bias is None else bias, out)
+    numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, int(bias is not None))
+    blocks = variant.constants["BLOCK_ROWS"], variant.constants["BLOCK_OUT"]
+    grid = (-(-len(inputs) // blocks[0]), -(-outputs // blocks[1]), 1)
+    kernels.launch(variant, grid, (*tensors, *numbers))
+    return out

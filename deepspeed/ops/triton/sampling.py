@@ -1,0 +1,90 @@
+"""Host's side of sampling on the device: options and random numbers of rows, and their next tokens by two launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed.errors import ArgumentError
+from deepspeed.ops.triton.attention import Kernels
+from deepspeed.ops.triton.row_variants import sampling_variants
+
+COLUMNS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_MASK = 0xFFFFFFFF
+
+
+def uniform(seed: int, count: int) -> float:
+    """Return the random number, from 0 to below 1, of a draw: that of `draw_numbers` on a device.
+
+    Philox 4x32-10 with the seed's 64 bits as key and `count`, the number of draws before it, as counter. Numbers need
+    no state, so host and device can draw the same ones in any order.
+    """
+    key = [seed & _MASK, (seed >> 32) & _MASK]
+    a, b, c, d = count & _MASK, 0, 0, 0
+    for _ in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (second >> 32) ^ b ^ key[0], second & _MASK, (first >> 32) ^ d ^ key[1], first & _MASK
+        key = [(key[0] + 0x9E3779B9) & _MASK, (key[1] + 0xBB67AE85) & _MASK]
+    return ((a >> 5) * 67108864.0 + (b >> 6)) / 9007199254740992.0
+
+
+def options_of(samplings: Sequence[object]) -> torch.Tensor:
+    """Return the options of rows, fp32 [rows, 8], from objects with the attributes `COLUMNS` (`SamplingParams`)."""
+    rows = [[float(getattr(sampling, name)) for name in COLUMNS] + [0.0] for sampling in samplings]
+    return torch.tensor(rows, dtype=torch.float32).reshape(-1, 8)
+
+
+def draw(kernels: Kernels, seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the random number of each row, fp64 [rows], from `seeds` (int64) and draws before (`counts`, int32)."""
+    if seeds.dtype != torch.int64 or counts.dtype != torch.int32 or seeds.shape != counts.shape:
+        raise ArgumentError(f"seeds {seeds.dtype} {tuple(seeds.shape)}, counts {counts.dtype} {tuple(counts.shape)}")
+    variant = sampling_variants(torch.float32, 1 << 17)["draw_numbers"]
+    numbers = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
+    kernels.launch(variant, (-(-len(seeds) // variant.constants["BLOCK"]), 1, 1), (seeds, counts, numbers, len(seeds)))
+    return numbers
+
+
+def sample(
+    kernels: Kernels,
+    logits: torch.Tensor,
+    options: torch.Tensor,
+    numbers: torch.Tensor,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the next token of each row, int32 [rows] on the device; -1 where the largest logit is not finite.
+
+    Nothing is read back. The choice is that of `deepspeed.inference.sampler.draw` with the same random number.
+
+    Args:
+        kernels: the kernels.
+        logits: [rows, vocabulary].
+        options: options of each row, from `options_of`.
+        numbers: random number of each row, fp64 [rows]; not read where the temperature is 0.
+        table: int32 [rows, vocabulary], for penalties: 1 for a token in prompt or output, plus 2 for each time in the
+            output. It counts the chosen tokens. None: no row has penalties.
+
+    Raises:
+        ArgumentError: shapes or dtypes do not fit.
+    """
+    rows, vocabulary = logits.shape
+    fits = options.shape == (rows, 8) and options.dtype == torch.float32 and options.is_contiguous()
+    fits = fits and numbers.shape == (rows,) and numbers.dtype == torch.float64 and logits.stride(1) == 1
+    if table is not None:
+        fits = fits and table.shape == logits.shape and table.dtype == torch.int32 and table.stride(1) == 1
+    if not fits:
+        shapes = f"options {tuple(options.shape)}, numbers {tuple(numbers.shape)} {numbers.dtype}"
+        raise ArgumentError(f"sampling from logits {tuple(logits.shape)}: {shapes}, or the table, do not fit")
+    variants = sampling_variants(logits.dtype, vocabulary)
+    scores = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    entries, flag = (tokens, 0) if table is None else (table, 1)
+    variant, row = variants["adjust_scores"], entries.stride(0)
+    grid = (rows, -(-vocabulary // variant.constants["BLOCK"]), 1)
+    strides = (logits.stride(0), row, scores.stride(0), vocabulary, flag)
+    kernels.launch(variant, grid, (logits, entries, scores, options, *strides))
+    tensors = (scores, options, numbers, entries, tokens)
+    kernels.launch(variants["choose_tokens"], (rows, 1, 1), (*tensors, row, scores.stride(0), vocabulary, flag))
+    return tokens

@@ -1,0 +1,86 @@
+"""What one pass of generation costs on a device, in launches, waits of the host and copies, by the emulated device.
+
+`pytest -s -m slow tests/emulated/test_decode_launches.py` prints the table. An operator stands in for each kernel: the
+count is right, the tokens are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.emulated.needs import LIMIT, need_compiler
+from tests.emulated.runs import emulates, observed
+
+need_compiler()
+
+LAYERS, SEQUENCES = 4, 4
+
+
+class CountedKernels:
+    """Kernels that write zeros, one operator a launch."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def has(self, variant: Any) -> bool:
+        return True
+
+    def prepare(self, variants: Any) -> None:
+        pass
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        self.launches += 1
+        arguments[3 if variant.kernel.startswith("attend") else 2].zero_()
+
+
+def cost(way: str) -> dict[str, Any]:
+    """Counters of one pass with a new token of each sequence, and the lines at which the host waited."""
+    from deepspeed.inference import Generator, Request, SamplingParams
+    from deepspeed.inference.executors import attention_ways, select
+    from tests.unit.inference.toys import llama, prompts
+
+    def probe(executor: Any, *arguments: Any) -> str | None:
+        return None if getattr(executor, "ways", None) else plain(executor, *arguments)
+
+    kernels, native, plain = CountedKernels(), emulates(), select._probe
+    ways: Any = [attention_ways.KernelWay(kernels)] if way == "kernels" else []
+    with (
+        mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")),
+        mock.patch.object(select, "_probe", probe),
+    ):
+        model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
+        generator = Generator(model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048)
+    for number, prompt in enumerate(prompts((30, 33, 90, 600)[:SEQUENCES])):
+        generator.submit(Request(number, prompt, SamplingParams(max_new_tokens=8, ignore_eos=True)))
+    for _ in range(3):
+        generator.step()
+    before = kernels.launches
+    with observed() as seen:
+        native.clear()
+        generator.step()
+    generator.close()
+    return {
+        "counters": seen.counters,
+        "waits": seen.waits,
+        "kernels": kernels.launches - before,
+        "reports": seen.reports,
+    }
+
+
+@pytest.mark.slow
+def test_launches_of_a_pass(emulated: Any) -> None:
+    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels")}
+    for way, seen in costs.items():
+        print(f"\n{way}: {seen['counters']}, {seen['kernels']} of them kernels")
+        for line in seen["waits"]:
+            print("   ", line)
+        assert seen["reports"] == []
+    gathered, kernels = costs["gathered"], costs["kernels"]
+    assert kernels["kernels"] == 2 * LAYERS  # one context has two splits
+    assert [what for what, _ in kernels["waits"]] == ["copy to host"]
+    assert len(gathered["waits"]) == 1 + 2  # a mask of each group of sequences
+    assert kernels["counters"]["launch"] <= 0.6 * gathered["counters"]["launch"]

@@ -1,0 +1,49 @@
+"""Kernels on a device for checks whose tensors lie on the host: each launch copies its tensors there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+class NotBuiltError(Exception):
+    """A kernel that a check needs was not compiled."""
+
+
+class MovedKernels:
+    """Kernels of a device, launched on copies of the arguments' storages.
+
+    Args:
+        kernels: compiled kernels, or others in a test of this class.
+        device: where the copies lie.
+    """
+
+    def __init__(self, kernels: Any, device: torch.device) -> None:
+        self.kernels, self.device = kernels, device
+
+    def has(self, variant: Any) -> bool:
+        return self.kernels.has(variant)
+
+    def prepare(self, variants: Iterable[Any]) -> None:
+        self.kernels.prepare(variants)
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        if not self.has(variant) or not variant.even:
+            raise NotBuiltError(variant.name)
+        self.prepare([variant])
+        storages: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            key = value.untyped_storage().data_ptr(), value.dtype
+            if key not in storages:
+                whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())  # type: ignore[call-overload]
+                storages[key] = whole, whole.to(self.device, copy=True)
+            return storages[key][1].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        self.kernels.launch(variant, grid, [moved(value) for value in arguments])
+        for whole, copy in storages.values():
+            whole.copy_(copy)

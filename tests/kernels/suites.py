@@ -1,0 +1,69 @@
+"""The kernels' files, the checks of each, and changes of it that change no result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed.ops.triton
+from tests.kernels import attention_cases, product_cases, row_cases, sampling_cases
+
+FOLDER = Path(deepspeed.ops.triton.__file__).parent
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A file of kernels.
+
+    Args:
+        name: name of the file.
+        checks: function that returns the checks by name.
+        equivalent: parts of the names of changes that give the same values, and are not judged.
+    """
+
+    name: str
+    checks: Callable[[], dict[str, Callable[[Any], None]]]
+    equivalent: tuple[tuple[str, ...], ...] = ()
+
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+
+# Where nothing has been seen, any finite base gives weights of zero. What lies outside of a tile's keys, or beyond a
+# head's size, is masked again, multiplied by zeros, or not stored. Blocks that are read in vain change nothing.
+ATTENTION_EQUIVALENT = (
+    ('base = tl.where(joined == float("-inf"), 0.0, joined)', "'0.0' value"),
+    ('base = tl.where(highest == float("-inf"), 0.0, highest)', "'0.0' value"),
+    ('base = tl.where(base == float("-inf"), 0.0, base)', "'0.0' value"),
+    ("other=0.0,", "'0.0' value"),
+    ("other=0.0)", "'0.0' value"),
+    ("inside, other=-1)", "value"),
+    ("low // BLOCK_KEYS * BLOCK_KEYS", "op -> Sub"),
+    ("size = tl.exp2", "'2.0' value -> 0"),
+)
+# Places beyond a row's width are zero by another mask, or are not stored; a rotation is not read where nothing turns.
+ROW_EQUIVALENT = (
+    ("other=1.0", "value"),
+    ("others = tl.load", "'0.0' value"),
+    ("x = tl.load(gate", "'0.0' value"),
+    ("y = tl.load(up", "'0.0' value"),
+)
+# Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored.
+PRODUCT_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
+# What lies beyond the rows or the vocabulary is not stored. The bisection may begin lower. The last token with a chance is looked for, and there is one.
+SAMPLING_EQUIVALENT = (
+    ("seed = tl.load(", "'0' value"),
+    ("counter = tl.load(", "'0' value"),
+    ("entries = tl.load(table", "'0' value"),
+    ("values = tl.load(logits", "'0.0' value"),
+    ("low, high = -1, 0x7F800000", "'1' value"),
+    ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
+)
+SUITES = {
+    "paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT),
+    "row_kernels": Suite("row_kernels", row_cases.checks, ROW_EQUIVALENT),
+    "sampling_kernels": Suite("sampling_kernels", sampling_cases.checks, SAMPLING_EQUIVALENT),
+    "packed_products": Suite("packed_products", product_cases.checks, PRODUCT_EQUIVALENT),
+}
