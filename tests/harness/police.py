@@ -15,7 +15,13 @@ import psutil
 
 PATIENCE = 5.0  # seconds a thread or child may take to end on its own, on a machine that may be busy
 # By pytest, torch.compile, and importing Lightning.
-SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+SET_BY_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "TRITON_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+}
 # Threads that live as long as the process group, and the one tqdm starts once per process (torch.compile shows bars).
 LASTING = {"deepspeed-watch", "deepspeed-fetch", "tqdm_monitor"}
 

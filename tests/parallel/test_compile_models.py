@@ -107,6 +107,14 @@ def cell(name: str, stages: list[int], ways: list[str], backend: str) -> None:
                 assert seen.near(eager), (at, seen.losses, eager.losses)
 
 
+def inductor_cell(name: str, stage: int) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    cell(name, [stage], [*LATE][:1], "inductor")
+    AsyncCompile.pool().shutdown()  # its threads would stay
+    AsyncCompile.pool.cache_clear()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -127,4 +135,4 @@ def test_ways(workers: Any, name: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "conv"])
 def test_inductor(workers: Any, name: str, stage: int) -> None:
-    workers(RANKS).run(cell, name, [stage], [*LATE][:1], "inductor", timeout=900)
+    workers(RANKS).run(inductor_cell, name, stage, timeout=900)
