@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,29 @@ def _exact(kernels: Kernels) -> None:
         assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
 
 
+def _penalties(kernels: Kernels) -> None:
+    """Rows with options of their own, over a table in which tokens stand up to five times."""
+    generator, rows, vocabulary = torch.Generator().manual_seed(6), 16, 40
+    logits = torch.randn(rows, vocabulary, generator=generator) * 0.3
+    counts = torch.randint(0, 6, (rows, vocabulary), generator=generator)
+    prompt = torch.rand(rows, vocabulary, generator=generator) < 0.3
+    table = (2 * counts + (prompt | (counts > 0))).to(torch.int32)
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    drawn = torch.rand(rows, 3, generator=generator) * torch.tensor([1.0, 0.8, 0.3]) + torch.tensor([0.6, -0.4, -0.15])
+    samplings = [SamplingParams(**dict(zip(names, row, strict=True))) for row in drawn.tolist()]
+    repetition, presence, frequency = (column[:, None] for column in options_of(samplings)[:, 4:7].unbind(1))
+    seen = table % 2 == 1
+    wanted = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    wanted = torch.where(counts > 0, wanted - presence - frequency * counts, wanted)
+    tokens = sample(kernels, logits, options_of(samplings), torch.zeros(rows).double(), table)
+    assert tokens.tolist() == wanted.argmax(-1).tolist()
+    hot = [replace(sampling, temperature=0.4) for sampling in samplings]
+    numbers = torch.rand(rows, generator=generator, dtype=torch.float64)
+    table = (2 * counts + seen).to(torch.int32)
+    tokens = sample(kernels, logits, options_of(hot), numbers, table)
+    assert tokens.tolist() == draw_on_host(wanted, hot[0], numbers).tolist()
+
+
 def _many(kernels: Kernels) -> None:
     """More tokens than a block has: what lies in the blocks before counts."""
     generator = torch.Generator().manual_seed(4)
@@ -193,6 +217,7 @@ def checks() -> dict[str, Check]:
         "not finite": _not_finite,
         "counts": _counts,
         "many": _many,
+        "penalties": _penalties,
         **drawn,
         "shares": _shares,
     }

@@ -52,12 +52,14 @@ ROW_EQUIVALENT = (
 )
 # Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored.
 PRODUCT_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
-# What lies beyond the rows or the vocabulary is not stored. The bisection may begin lower. The last token with a chance is looked for, and there is one.
+# What lies beyond the rows or the vocabulary is not stored. A top-p of 1 that is applied keeps all. The bisection may
+# begin lower. The last token with a chance is looked for, and there is one.
 SAMPLING_EQUIVALENT = (
     ("seed = tl.load(", "'0' value"),
     ("counter = tl.load(", "'0' value"),
     ("entries = tl.load(table", "'0' value"),
     ("values = tl.load(logits", "'0.0' value"),
+    ("if top_p < 1.0:", "'1.0' value"),
     ("low, high = -1, 0x7F800000", "'1' value"),
     ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
 )
