@@ -262,7 +262,9 @@ def mismatch(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     """Compare log-probabilities of the same tokens under the same weights, computed in training and in generation.
 
     Args:
-        train_logprobs, rollout_logprobs, mask: [B, T].
+        train_logprobs: [B, T].
+        rollout_logprobs: [B, T].
+        mask: [B, T].
 
     Raises:
         DataError: the shapes differ.
