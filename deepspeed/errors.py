@@ -79,7 +79,7 @@ class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is incomplete or unreadable, or its contents differ from what was saved."""
+    """A checkpoint, or a file of compiled kernels, is missing parts, unreadable, or differs from what was written."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):

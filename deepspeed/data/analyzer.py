@@ -19,6 +19,7 @@ from deepspeed.comm.collectives.same_error import raise_together
 from deepspeed.comm.process_groups.axis import Axis, group_axis, world_axis
 from deepspeed.data.analysis_files import MapFiles, Results, Shape, check_folder, check_ids, read_map
 from deepspeed.data.analysis_map import (
+    ACCUMULATED,
     SINGLE,
     Analysis,
     MapResult,
@@ -33,7 +34,7 @@ from deepspeed.errors import ArgumentError, DataError, UsageError
 from deepspeed.foundation.progress_line import CountLine
 
 StrPath = str | os.PathLike[str]
-KINDS = (SINGLE, "accumulate_value_over_samples")
+KINDS = (SINGLE, ACCUMULATED)
 
 
 class _CustomMap(NamedTuple):

@@ -24,6 +24,8 @@ def _required(config: Mapping[str, Any], key: str, where: str = "") -> Any:
 def _whole(config: Mapping[str, Any], key: str, where: str = "schedule_config.") -> int:
     """Return an integer of at least 1."""
     value = _required(config, key, where)
+    if isinstance(value, float) and value.is_integer():  # JSON writes large counts as 5e8
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DeepSpeedConfigError(f"curriculum: `{where}{key}` is {value!r}; it has to be an integer of at least 1")
     return value
@@ -99,7 +101,7 @@ class CurriculumScheduler:
         config: `min_difficulty`, `max_difficulty`, `schedule_type` and, unless that is "custom", `schedule_config`.
 
     Raises:
-        DeepSpeedConfigError: a key is missing, unknown or contradicts another; the message has its name.
+        DeepSpeedConfigError: a key is missing, has a wrong value or contradicts another; the message has its name.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -160,11 +162,15 @@ class CurriculumScheduler:
         self._custom = schedule_function
 
     def get_difficulty(self, global_steps: int) -> Difficulty:
-        """Return the difficulty at a step, without a change of state."""
+        """Return the difficulty at a step, without a change of state.
+
+        Raises:
+            UsageError: the schedule is "custom" and has no function.
+        """
         return self._at(global_steps)
 
     def update_difficulty(self, global_steps: int) -> Difficulty:
-        """Set and return the current difficulty; a difficulty at the maximum stays."""
+        """Set and return the current difficulty, which stays once it is at the maximum; errors as `get_difficulty`."""
         if self.current_difficulty < self._high or self.kind == "custom" and self._custom is None:
             self.current_difficulty = self.get_difficulty(global_steps)
         return self.current_difficulty
@@ -191,7 +197,7 @@ def truncate_batch(batch: Any, length: int) -> Any:
 
     Args:
         batch: nested lists, tuples and dicts of tensors. The sequence is the second dim of the first tensor with two
-            dims; every dim of that size after the first one is cut, in tensors with two dims or more (so masks
+            dims; without one, the batch is returned whole. Every dim of that size but the first is cut (so masks
             `[batch, 1, sequence, sequence]` are cut twice).
         length: tokens to keep; longer than the batch: all.
 

@@ -210,6 +210,7 @@ class CurriculumSampler(Sampler[list[int]]):
     Raises:
         DeepSpeedConfigError: a metric has a missing or wrong key, or there is none.
         DataError: an index does not fit the dataset or is damaged, or there are too few samples.
+        FileNotFoundError: an index is missing.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class DrawKeys:
         _counters.add(self)
 
     def next(self, layer: int, hidden: torch.Tensor) -> DrawKey:
-        """Return the key of a call of a layer that begins now, in a recomputation that of the call before.
+        """Return the key of a layer's call that begins now; in a recomputation, the key of the recomputed call.
 
         Args:
             layer: number of the layer.

@@ -156,8 +156,9 @@ def _cuts(sizes: list[int], max_tokens: int, most: int, padded: bool) -> list[in
 class TokenBatchSampler(Sampler[list[int]]):
     """Batch sampler of one rank: `DataLoader(dataset, batch_sampler=TokenBatchSampler(…))`.
 
-    All ranks have equally many micro-batches, in a new order each epoch. Gradients of micro-batches with different
-    numbers of items are right if the items are counted: `engine.backward(loss_sum, num_items=…)`.
+    All ranks have equally many micro-batches; with "random" and "bucketed", each epoch has a new order. Gradients of
+    micro-batches with different numbers of items are right if the items are counted: `engine.backward(loss_sum,
+    num_items=…)`.
 
     Args:
         lengths: number of tokens of each sample.
@@ -171,7 +172,8 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Raises:
         ArgumentError: the options, or `rank` and `world`, are out of range.
-        DataError: there are too few samples for one micro-batch on each rank.
+        DataError: a length is no integer of at least 1, no sample fits, or there are too few samples for the
+            micro-batches of one step on all ranks.
     """
 
     def __init__(
@@ -195,6 +197,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._changes: tuple[int, list[tuple[int, int]]] = (-1, [])
         self._sized: tuple[int, Array] = (-1, np.empty(0, np.int64))
         self.set_epoch(0)
+        if not len(self.batches):
+            raise DataError(f"none of {len(self.lengths)} samples is in a micro-batch of {max_tokens} tokens")
         if len(self.batches.left_out):
             warn_once(f"{len(self.batches.left_out)} of {len(self.lengths)} samples are in no batch of tokens")
 
@@ -205,10 +209,9 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.epoch, self.batches = epoch, self._batches(epoch)
 
     def _batches(self, epoch: int) -> TokenBatches:
-        changes = self._changes[1] if epoch == self._changes[0] else [(0, self._multiple)]
         seed: Any = [self._seed, epoch]
         batches = token_batches(self.lengths, self._budget, self._order, seed, **self._options)
-        for start, multiple in changes:
+        for start, multiple in self.changes_of(epoch):
             rest = batches.between(start, len(batches)).evened(multiple)
             batches = batches.between(0, start).followed_by(rest)
         return batches
@@ -231,7 +234,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         parts = [(int(start), int(multiple)) for start, multiple in changes]
         if parts[-1][1] != self._multiple:
             parts = [part for part in parts if part[0] < seen] + [(seen, self._multiple)]
-        self._changes = epoch, parts
+        self._changes, self._sized = (epoch, parts), (-1, np.empty(0, np.int64))
         self.set_epoch(epoch)
 
     def batches_of(self, epoch: int) -> int:
@@ -284,7 +287,8 @@ def batch_by_seqlens(
 ) -> tuple[list[tuple[int, list[int]]], list[int], list[int]]:
     """Divide samples into micro-batches and batches by upstream's interface; see `token_batches`.
 
-    Every sample within the budget is used: so that each batch is whole, the largest micro-batches are halved.
+    So that each batch is whole, the largest micro-batches are halved. Left out, with a warning, are samples over the
+    budget, micro-batches under `min_batch_size`, and the last micro-batches if there are too few samples to halve.
 
     Args:
         seqlens: number of tokens of each sample.
@@ -304,10 +308,13 @@ def batch_by_seqlens(
     Raises:
         NotAvailableError: an argument that is not available is given.
         ArgumentError: an argument is out of range.
+        DataError: a length is no integer of at least 1.
     """
     if sequence_ids_per_mb is not None or required_microbatches_of_same_size:
         name = "sequence_ids_per_mb" if sequence_ids_per_mb is not None else "required_microbatches_of_same_size"
         raise NotAvailableError(f"batch_by_seqlens: {name} is not available yet")
+    if effective_batch_size < 1:
+        raise ArgumentError(f"effective_batch_size {effective_batch_size} has to be at least 1")
     order, draw = sequence_picking_order, seed or 0
     batches = token_batches(seqlens, max_tokens, order, draw, min_batch_size, max_batch_size)
     batches = batches.evened(effective_batch_size, drop_last=True)

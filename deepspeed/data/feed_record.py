@@ -1,4 +1,4 @@
-"""Record of what a loader has fed: tokens and padding by step, lengths, shares of sources; also as a picture."""
+"""Record of what a loader has fed: tokens and padding by batch, lengths, shares of sources; also as a picture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class FeedRecord:
         return sum(self.padding) / max(1, sum(self.padding) + sum(self.tokens))
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw tokens and padding by step, lengths, and shares of sources, into a file of any format of matplotlib.
+        """Draw tokens and padding by batch, lengths, and shares of sources; the suffix of the path names the format.
 
         Raises:
             NotAvailableError: matplotlib is not installed.

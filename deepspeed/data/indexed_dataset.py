@@ -71,7 +71,8 @@ class MMapIndexedDataset(Dataset[Array]):
 
     Raises:
         FileNotFoundError: one of the files does not exist.
-        DataError: the index is of another format or version or truncated, or the data file is shorter than it says.
+        DataError: the index has another format or version or is truncated, or the data file does not fit the index.
+        ArgumentError: the dialect is unknown.
     """
 
     def __init__(self, path: StrPath, skip_warmup: bool = False, dialect: Dialect | None = None) -> None:
@@ -108,6 +109,8 @@ class MMapIndexedDataset(Dataset[Array]):
 
     def _dtype_of(self, code: int, dialect: Dialect | None) -> np.dtype[Any]:
         """Return the dtype of a code; where the dialects differ, the one with which the rows fill the data file."""
+        if dialect is not None and dialect not in DTYPES:
+            raise ArgumentError(f"dialect {dialect!r}; dialects are {', '.join(DTYPES)}")
         tables = [DTYPES[dialect]] if dialect else list(DTYPES.values())
         dtypes = list(dict.fromkeys(table[code] for table in tables if code in table))
         if not dtypes:
@@ -266,7 +269,8 @@ class MMapIndexedDatasetBuilder:
         """Append a row: a tensor, array or list, of any shape.
 
         Raises:
-            DataError: a value does not fit the dtype, or the row has 2^31 elements or more.
+            DataError: a value does not fit an integer dtype, or the row has 2^31 elements or more.
+            UsageError: `finalize` was called before.
         """
         if self._file.closed:
             raise UsageError(f"{self._path} is finished: no rows can be added after finalize()")
@@ -352,7 +356,8 @@ def make_dataset(path: StrPath, impl: str = "mmap", skip_warmup: bool = False) -
         skip_warmup: has no effect.
 
     Raises:
-        DataError: `impl` is another one, or the files cannot be read (see `MMapIndexedDataset`).
+        DataError: `impl` is another one, or a file is damaged (see `MMapIndexedDataset`).
+        FileNotFoundError: one of the files does not exist.
     """
     if impl not in ("mmap", "infer"):
         raise DataError(f"impl {impl!r}: only files of the format mmap are read; pass 'mmap' or 'infer'")

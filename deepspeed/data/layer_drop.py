@@ -209,7 +209,8 @@ def enable_layer_drop(
 
     Args:
         model: an engine or a module.
-        theta: probability of keeping the last layer, in the end; None: the JSON's `progressive_layer_drop`, else 0.5.
+        theta: probability of keeping the last layer, in the end; None: that of the JSON's `progressive_layer_drop` if
+            enabled (default there 1.0: no layer is skipped), else 0.5.
         gamma: speed, per update; None: the JSON's, else 0.001.
         seed: seed of the draws.
         scale: whether a kept layer's change of its input is divided by the probability of keeping it.

@@ -161,7 +161,11 @@ class DeepSpeedDataLoader:
 
     def remaining(self) -> int:
         """Return the number of batches from the position to the end of the pass."""
-        return len(self.loader) - self._taken
+        start, self._position.start = self._position.start, self._resume_at or self._position.start
+        try:
+            return len(self.loader) - self._taken
+        finally:
+            self._position.start = start
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch; a loaded state continues in the middle of its epoch."""
@@ -206,8 +210,8 @@ class DeepSpeedDataLoader:
     def set_post_process(self, function: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Call `function(batch, state)` for every batch, and use what it returns.
 
-        The state has "current_difficulties" by metric, which is empty without a `CurriculumSampler`, and with one
-        "curriculum_step".
+        Without a `CurriculumSampler`, the state has only an empty "current_difficulties". With one, it is that of
+        `CurriculumSampler.state_at`: "current_difficulties" by metric, "curriculum_step" and more.
         """
         self._post_process = function
 
@@ -237,7 +241,11 @@ class DeepSpeedDataLoader:
         return state if curriculum is None else {**state, "curriculum": curriculum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a `state_dict`, which may be of another number of ranks or batch size."""
+        """Continue at the position of a `state_dict`, which may be of another number of ranks or batch size.
+
+        Raises:
+            DataError: one of the two loaders has batches of tokens and the other has not, or too few samples are left.
+        """
         if isinstance(self._position, CurriculumSampler) and "curriculum" in state:
             self._position.load(state["curriculum"])
         unit = "micro-batches" if isinstance(self._position, TokenBatchPosition) else "samples"

@@ -93,7 +93,7 @@ class TokenCounts:
 
 
 class VocabularyRarity:
-    """Rarity of the tokens of each sample (arXiv:2212.03597): the sum of -log p over its tokens, as an integer.
+    """Rarity of the tokens of each sample (arXiv:2212.03597): the sum of -ln p over its tokens, rounded down.
 
     A metric of type `single_value_per_sample`; p is the share of a token in all data.
 

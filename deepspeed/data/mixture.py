@@ -1,4 +1,4 @@
-"""Mixtures of datasets by shares of tokens or samples, exact at every position and without any state."""
+"""Mixtures of datasets by shares of tokens or samples, kept to about one sample at every position, without state."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ class Mixture(Dataset[Any]):
         temperature: exponent 1 / temperature of the sizes, if `weights` is None: 1 is by size, larger ones raise the
             shares of small sources.
         by: what shares and sizes count, "tokens" or "samples".
-        tokens: number of tokens of each source; None: those of indexed datasets, from their `sizes`.
+        tokens: number of tokens of each source, in their order (also of named sources), each at least 1; None: the sum
+            of `sizes` of indexed datasets.
 
     Raises:
         DataError: there is no source, one is empty, or numbers of tokens are unknown.

@@ -1,4 +1,4 @@
-"""Packing: sequences of different lengths side by side in rows of a token budget, usable apart by their positions.
+"""Packing: sequences of different lengths side by side in rows of a token budget, kept apart by position ids.
 
 Packs are formed by best-fit decreasing: from the longest sequence to the shortest, each goes into the fullest pack that
 has room. Sequences of equal length are placed together and packs with equal contents are one entry, so the work depends
@@ -203,19 +203,28 @@ def position_ids(lengths: Sequence[int], total: int | None = None) -> torch.Tens
     """Return positions that start at 0 in each sequence, and again in the padding up to `total` tokens.
 
     Transformers separates the sequences where positions start again, if there is no attention mask and no cache.
+
+    Raises:
+        DataError: the sequences together have more than `total` tokens.
     """
     parts = [torch.arange(length) for length in _spans(lengths, total)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def cu_seqlens(lengths: Sequence[int], total: int | None = None) -> torch.Tensor:
-    """Return where each sequence begins and the last one ends, as int32, for kernels of variable length."""
+    """Return the bounds of the sequences, from 0 on, as int32, for kernels of variable length.
+
+    Padding up to `total` counts as one more sequence; errors as in `position_ids`.
+    """
     ends = np.cumsum([0, *_spans(lengths, total)])
     return torch.from_numpy(ends).to(torch.int32)
 
 
 def flash_arguments(lengths: Sequence[int], total: int | None = None) -> dict[str, Any]:
-    """Return the arguments with which Transformers' flash attention does not derive the bounds from the positions."""
+    """Return the bounds as arguments of Transformers' flash attention, which else derives them from the positions.
+
+    There must be at least one sequence; errors as in `position_ids`.
+    """
     bounds, longest = cu_seqlens(lengths, total), max(_spans(lengths, total))
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 

@@ -107,7 +107,10 @@ class RandomLTDScheduler:
         return self._samples() * (seq_length * len(self.layer_ids) + self.max_value * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Return the tokens that all layers process in the first `train_iters` updates, over all ranks."""
+        """Return the tokens that all layers process in the first `train_iters` updates, over all ranks.
+
+        A layer that leaves no tokens out counts `max_value` tokens for each sample.
+        """
         return sum(self._layer_tokens(self.get_value(step)) for step in range(train_iters))
 
     def get_current_seq(self) -> int:
@@ -263,7 +266,8 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module], whole: Sequ
         The engine.
 
     Raises:
-        ArgumentError: `model` is no engine, or its layers of this class are not those that the JSON counts.
+        ArgumentError: `model` is no engine, or its layers of this class are not as many as the JSON says.
+        NotAvailableError: the model uses flash attention.
         UsageError: the JSON does not enable random-LTD, or the layers are converted already.
     """
     convert = getattr(model, "_convert_to_random_ltd", None)

@@ -41,7 +41,8 @@ def configured_sampler(state: EngineState, dataset: Any, micro: int) -> Curricul
 
     Raises:
         DeepSpeedConfigError: a key is missing or wrong, or two samplers are enabled.
-        DataError: the dataset has no length, its lengths are unknown, or an index does not fit it.
+        DataError: the dataset has no length, its lengths are unknown, an index does not fit it, or another rank failed.
+        FileNotFoundError: an index is missing.
     """
     sampling = sampling_of(state)
     curriculum = sampling is not None and sampling.curriculum_learning.enabled
@@ -206,13 +207,14 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 ) -> tuple[DeepSpeedDataLoader, Any, dict[str, Any]]:
     """Create a loader of micro-batches of equal tokens and a scheduler whose rates follow the batches' sizes.
 
-    The engine's JSON has the block `dynamic_batching`. Checkpoints keep the position of the loader.
+    All ranks must call this. It sets `engine.training_dataloader`, whose position is saved in checkpoints. The JSON
+    must enable `data_efficiency.data_sampling.dynamic_batching`.
 
     Args:
         dataset: map-style dataset.
         engine: the engine.
-        dataset_seqlens: number of tokens of each sample; None: of `metrics_path`, else of `batch_seqlens_fn`, whose
-            results are saved there, else of the dataset's `sizes`.
+        dataset_seqlens: number of tokens of each sample; None: read from the analysis in `metrics_path`, else measured
+            by `batch_seqlens_fn` (and saved in `metrics_path` if it is set), else the dataset's `sizes`.
         dataset_filter_ids: indices of the samples to use; None: all.
         dataloader_collate_fn: makes a batch of a list of samples; None: torch's.
         sample_padding_fn: (sample, length) → padded sample; None: `dataloader_collate_fn` pads.

@@ -1,7 +1,7 @@
 """What a step adds to the model's forward: `curriculum_learning`, `progressive_layer_drop` and random-LTD.
 
 The first two add keyword arguments to the model's forward, which the model has to use. Random-LTD and
-`enable_layer_drop` replace the `forward` of layers instead; their number of the step is the engine's.
+`enable_layer_drop` replace the `forward` of layers instead, and take the step from the engine.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class StepKeywords:
     # -- each micro-batch -----------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:
-        """Move the curriculum to the next update, where the script cuts the batches itself (pipeline stages)."""
+        """Move the curriculum to the next update; `added` calls this, and pipeline engines for each window."""
         scheduler, step = self._state.curriculum, self._state.global_steps + 1
         if scheduler is None:
             return

@@ -30,7 +30,7 @@ class ReplacedForward:
 
 
 class TrainingOnlyForward(ReplacedForward):
-    """Base class of replacements of a layer's `forward` that only differ from it while the layer is in training mode.
+    """Base class of replacements that change a layer's `forward` only in training mode; subclasses check the mode.
 
     Attributes:
         names: names of the arguments of `forward` that may be passed by position; the first are the hidden states.

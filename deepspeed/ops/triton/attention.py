@@ -63,6 +63,9 @@ class PagedRows:
         table: page numbers, int32 [sequences, pages] on the device of the queries. Entries after a sequence's last page
             may be any numbers.
         send: function that copies a host tensor to a device.
+
+    Raises:
+        ArgumentError: numbers of sequences differ, a count is not from 1 to its length, or the table is not int32.
     """
 
     counts: Sequence[int]
@@ -190,8 +193,8 @@ def attend_pages(
         page: tokens per page.
         rule: what rows see.
         sinks: score of the sink of each head, [heads]; None: no sinks.
-        split: whether splits of the keys are computed side by side; None: of sequences with few new rows and many keys,
-            whose programs would not fill the device.
+        split: whether splits of the keys are computed in parallel; None: for sequences whose new rows fit into one
+            tile, if one of them reads two splits or more and the partial results take at most 256 MiB.
 
     Raises:
         ArgumentError: shapes do not fit each other.

@@ -101,7 +101,8 @@ class LoadedKernels:
         """Launch a variant that is loaded; arguments as in `attention.Kernels`.
 
         Raises:
-            UsageError: it is not loaded, or an argument is of another kind or not aligned as it was compiled for.
+            UsageError: it is not loaded, the number of arguments is another one, an argument is of another kind or not
+                aligned as it was compiled for, or the driver refuses the launch.
         """
         if variant.name not in self._functions:
             raise UsageError(f"kernel {variant.name} is not loaded; call `prepare` at the start")
@@ -135,6 +136,7 @@ def load_kernels(folder: Path | None = None, device: torch.device | None = None)
 
     Raises:
         NotAvailableError: there are none, they are of other sources or for other GPUs, or the driver is missing.
+        RuntimeError, AssertionError: torch has no CUDA device (torch's own errors).
     """
     capability = compute_capability(device)
     architecture = architecture_of(capability)

@@ -1,7 +1,8 @@
 """Kernels that read each row of a pass once: norms, rotation into pages, gated activations. Needs Triton.
 
 A program computes one row, or a block of one, with a fixed order of sums: a row's bits depend on itself alone. Values
-are computed in fp32 and rounded once. Strides are in elements; the last dimension of all tensors is contiguous.
+are computed in fp32; results are rounded once, in norms also the sum with the residual. Strides are in elements; the
+last dimension of all tensors is contiguous.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def rotate_into_pages(
 ):  # fmt: skip
     """Rotate queries into `out`; rotate keys and copy values into the pools. Grid: (rows, heads + key-value heads).
 
-    `slots`: int64 slot of each row; a negative one (padding of a captured pass) is not written. `cosines` and `sines`
-    [rows, rotary]: by row.
+    `slots`: int64 slot of each row; for a negative one (a padding row) nothing is written, not to `out` either.
+    `cosines` and `sines` [rows, rotary]: by row.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, BLOCK)

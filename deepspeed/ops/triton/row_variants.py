@@ -141,7 +141,10 @@ def product_variant(dtype: torch.dtype, bits: int) -> KernelVariant:
 def row_variants(
     dtypes: tuple[torch.dtype, ...], heads: tuple[int, ...], widths: tuple[int, ...]
 ) -> Iterator[KernelVariant]:
-    """Yield the variants that models of these dtypes, head sizes and widths need, each once."""
+    """Yield the variants that are built for these dtypes, head sizes and widths, each once.
+
+    Not among them: interleaved rotations, value heads of another size, vocabularies of 512 tokens or fewer.
+    """
     wanted: dict[KernelVariant, None] = {}
     for dtype in dtypes:
         wanted |= {norm_variant(dtype, width, centred): None for width in widths for centred in (False, True)}

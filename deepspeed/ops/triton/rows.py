@@ -67,7 +67,8 @@ def rotate_into_pages(
         heads: queries [rows, heads, size], keys and values [rows, key-value heads, size].
         rotation: cosines and sines, [rows, rotary size], as Transformers gives them; the places after it stay.
         pools: keys and values of the layer, [slots, key-value heads, size].
-        slots: slot of each row, int64 [rows]; negative: the row is padding, and nothing is written for it.
+        slots: slot of each row, int64 [rows]; negative: the row is padding. Nothing is written to the pages for it, and
+            its returned queries are uninitialized memory.
         interleaved: whether places are turned in neighbouring pairs; else each with that half the rotary size away.
 
     Raises:

@@ -38,7 +38,11 @@ def options_of(samplings: Sequence[object]) -> torch.Tensor:
 
 
 def draw(kernels: Kernels, seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the random number of each row, fp64 [rows], from `seeds` (int64) and draws before (`counts`, int32)."""
+    """Return the random number of each row, fp64 [rows], from `seeds` (int64) and draws before (`counts`, int32).
+
+    Raises:
+        ArgumentError: shapes differ or dtypes are others.
+    """
     if seeds.dtype != torch.int64 or counts.dtype != torch.int32 or seeds.shape != counts.shape:
         raise ArgumentError(f"seeds {seeds.dtype} {tuple(seeds.shape)}, counts {counts.dtype} {tuple(counts.shape)}")
     variant = sampling_variants(torch.float32, 1 << 17)["draw_numbers"]
@@ -54,7 +58,9 @@ def sample(
     numbers: torch.Tensor,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the next token of each row, int32 [rows] on the device; -1 where the largest logit is not finite.
+    """Return the next token of each row, int32 [rows] on the device.
+
+    It is -1 where a logit is NaN or the largest is infinite.
 
     Nothing is read back. The choice is that of `deepspeed.inference.sampler.draw` with the same random number.
 
@@ -64,7 +70,7 @@ def sample(
         options: options of each row, from `options_of`.
         numbers: random number of each row, fp64 [rows]; not read where the temperature is 0.
         table: int32 [rows, vocabulary], for penalties: 1 for a token in prompt or output, plus 2 for each time in the
-            output. It counts the chosen tokens. None: no row has penalties.
+            output. It is changed in place: the chosen tokens are added. None: no row has penalties.
 
     Raises:
         ArgumentError: shapes or dtypes do not fit.

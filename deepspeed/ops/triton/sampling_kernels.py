@@ -153,7 +153,7 @@ def _in_vocabulary(scores, top, temperature, vocabulary, number, BLOCK: tl.const
 def choose_tokens(
     scores, options, numbers, table, tokens, table_row, score_row, vocabulary, has_table, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Token of each row, int32 [rows]; -1 where the largest score is not finite. Grid: (rows).
+    """Token of each row, int32 [rows]; -1 where a score is NaN or the largest is infinite. Grid: (rows).
 
     `numbers`: random number of each row, fp64. The table of tokens counts the chosen one.
     """

@@ -115,7 +115,9 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile. Fewer than keys of a block: warps then divide keys, in the same way in all tiles."""
+        """Rows of a tile. In 16-bit dtypes fewer than the keys of a block, so that warps divide keys, not rows, in the
+        same way in all tiles; in fp32, for heads above 64, equally many.
+        """
         tall = self.kernel == "attend_whole" and self.dtype != torch.float32 and max(self.head, self.value) <= 128
         return 32 if tall else 16
 

@@ -254,3 +254,35 @@ def test_token_batches_go_on_with_other_ranks_and_steps(order: Any) -> None:
                 samples += [sample for batch in batches if batch is not None for sample in batch]
             state = together[0].state_dict()
         assert sorted(samples) == list(range(200)), shapes
+
+
+def test_what_remains_counts_from_where_the_next_pass_begins() -> None:
+    loader = DeepSpeedDataLoader(Numbers(10), 4, carry_last=True)
+    for left in (3, 2, 3):
+        assert loader.remaining() == left and len(loader) == 3
+        batches = iter(loader)
+        for number in range(left):
+            next(batches)
+            assert loader.remaining() == left - number - 1
+        assert next(batches, None) is None
+
+
+def test_the_size_of_a_step_is_that_of_the_batches_after_a_change_of_ranks() -> None:
+    lengths = [random.Random(seed).randint(1, 30) for seed in range(200)]
+    first = DeepSpeedDataLoader(Numbers(200), 1, rank=0, world=4, sampler=TokenBatchSampler(lengths, 60, 0, 4, 2))
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    sampler = TokenBatchSampler(lengths, 60, 0, 1, 3)
+    loader = DeepSpeedDataLoader(Numbers(200), 1, rank=0, world=1, sampler=sampler, collate_fn=list)
+    loader.next_step_size()
+    loader.load_state_dict(first.state_dict())
+    passes = iter(loader)
+    while loader.remaining():
+        announced = loader.next_step_size()
+        assert announced == sum(len(next(passes)) for _ in range(3))
+
+
+def test_batches_of_tokens_in_which_no_sample_fits_are_refused() -> None:
+    with pytest.raises(DataError, match="none of 5 samples is in a micro-batch of 4 tokens"):
+        TokenBatchSampler([9] * 5, 4)
