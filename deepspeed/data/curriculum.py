@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.foundation.pytree import map_tensors, tensors_in
+from deepspeed.foundation.pytree import tensors_in
 
 Difficulty = int | float
 SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
@@ -192,28 +195,61 @@ class CurriculumScheduler:
         self.current_difficulty = state["current_difficulty"]
 
 
+_TOKENS = ("input_ids", "inputs_embeds", "tokens")
+
+
 def truncate_batch(batch: Any, length: int) -> Any:
     """Return a batch whose sequences are cut to their first `length` tokens, for a sequence-length curriculum.
 
     Args:
-        batch: nested lists, tuples and dicts of tensors. The sequence is the second dim of the first tensor with two
-            dims; without one, the batch is returned whole. Every dim of that size but the first is cut (so masks
-            `[batch, 1, sequence, sequence]` are cut twice).
+        batch: nested lists, tuples and mappings of tensors. The sequence is the second dim of `input_ids`,
+            `inputs_embeds` or `tokens`, else of the first tensor of integers with two dims, else of the first with two;
+            without one, the batch is returned whole. The second dim is cut where it has that size, and in masks and
+            biases (by their names; without a name: with four dims) all later ones, too.
         length: tokens to keep; longer than the batch: all.
 
     Returns:
         The batch with views of its tensors.
 
     Raises:
-        ArgumentError: `length` is below 1.
+        ArgumentError: `length` is below 1, or the batch is padded on the left.
     """
     if length < 1:
         raise ArgumentError(f"truncate_batch: a batch of {length} tokens has nothing to train on")
-    size = next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() == 2), 0)
+    size = _sequence_length(batch)
+    return _cut(batch, "", size, length) if size > length else batch
 
-    def cut(tensor: Any) -> Any:
-        for axis in range(1, tensor.dim()):
-            tensor = tensor.narrow(axis, 0, min(length, size)) if tensor.shape[axis] == size else tensor
-        return tensor
 
-    return map_tensors(cut, batch) if size > length else batch
+def _sequence_length(batch: Any) -> int:
+    """Return the number of tokens of a row; 0: the batch has no sequences."""
+    if isinstance(batch, Mapping):
+        entries = cast("Mapping[str, Any]", batch)
+        named = [entries[name] for name in _TOKENS if isinstance(entries.get(name), torch.Tensor)]
+        if named and named[0].dim() > 1:
+            return named[0].shape[1]
+    tables = [tensor for tensor in tensors_in(batch) if tensor.dim() == 2]
+    integers = [table for table in tables if not table.dtype.is_floating_point and table.dtype != torch.bool]
+    return next((table.shape[1] for table in [*integers, *tables]), 0)
+
+
+def _cut(value: Any, name: str, size: int, length: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if name == "attention_mask" and value.dim() == 2 and bool(((value[:, 0] == 0) & (value != 0).any(1)).any()):
+            raise ArgumentError(
+                "truncate_batch: the attention_mask begins with padding, of which only the end is cut; pad on the right"
+            )
+        square = "mask" in name or "bias" in name if name else value.dim() == 4
+        for axis in range(1, value.dim() if square else min(2, value.dim())):
+            value = value.narrow(axis, 0, length) if value.shape[axis] == size else value
+        return value
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        changed: Any = dict(entries) if type(value) is dict else copy.copy(value)
+        for key, entry in entries.items():
+            changed[key] = _cut(entry, str(key), size, length)
+        return changed
+    if isinstance(value, (list, tuple)):
+        kind = cast("Any", type(value))
+        parts = [_cut(entry, name, size, length) for entry in cast("Sequence[Any]", value)]
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    return value

@@ -22,10 +22,10 @@ from deepspeed.data.draw_keys import DrawKeys, uniform
 from deepspeed.data.kept_tokens import OutputForm, forms_bias, split_output
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.compiler import opaque
-from deepspeed.foundation.hf_forward import uncached
+from deepspeed.foundation.hf_forward import caches_in, uncached
 from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward, replacements, withdraw
 from deepspeed.foundation.transformers_model import block_lists
 
 THETA, GAMMA, SEED = 0.5, 0.001, 1234
@@ -92,6 +92,11 @@ class LayerDrop:
         self.schedule, self._seed, self.scale = schedule, seed, scale
         self._keys = DrawKeys(position or (lambda: (self.update, self.micro_batch)))
         self._forwards: list[tuple[nn.Module, DroppedForward]] = []
+        blocks = [block for stack in stacks for block in stack]
+        if len({id(block) for block in blocks}) < len(blocks):
+            raise ArgumentError("layer drop: a layer occurs several times in the lists; its calls cannot be told apart")
+        if any(isinstance(forward, DroppedForward) for block in blocks for forward in replacements(block)):
+            raise UsageError("layer drop: layers of this model are skipped already; remove() the earlier handle first")
         for stack in stacks:
             for index, block in enumerate(stack, start=1):
                 number = len(self._forwards)
@@ -121,6 +126,7 @@ class LayerDrop:
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
         for block, forward in self._forwards:
+            forward.active = False
             withdraw(block, forward)
         self._forwards.clear()
 
@@ -143,10 +149,13 @@ class DroppedForward(TrainingOnlyForward):
 
     @functools.partial(opaque, inner=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._block.training:
+        if not self._block.training or not self.active:
             return self.inner(*args, **kwargs)
         named = self.named(args, kwargs)
-        hidden: Any = named.get(self.names[0] if self.names else "hidden_states")
+        if not torch.is_grad_enabled() and any(True for _ in caches_in(named)):
+            return self.inner(*args, **kwargs)  # generation: a skipped layer's cache would stay behind the others
+        first = "argument 0" if args else "hidden_states"
+        hidden: Any = named.get(self.names[0] if self.names else first)
         if not isinstance(hidden, torch.Tensor):
             raise UsageError(
                 f"layer drop: layer {self._number} gets a {type(hidden).__name__} in the first place, no hidden states"
@@ -161,10 +170,18 @@ class DroppedForward(TrainingOnlyForward):
             # As a tensor of its own: hooks on a layer's input and output must not meet on the same one.
             return form.form(hidden.view_as(hidden), further)
         result = self.inner(*args, **kwargs)
+        output, further, form = split_output(result)
+        self._check_shape(output, hidden)
         if probability == 1.0 or not self._drop.scale:
             return result
-        output, further, form = split_output(result)
         return form.form(hidden + (output - hidden) / probability, further)
+
+    def _check_shape(self, output: torch.Tensor, hidden: Any) -> None:
+        if output.shape != hidden.shape:
+            raise UsageError(
+                f"layer drop: layer {self._number} ({type(self._block).__name__}) returns {list(output.shape)} for "
+                f"{list(hidden.shape)}, so it cannot be skipped; pass the layers that can as blocks="
+            )
 
     def _learn_form(self, named: dict[str, Any], positional: int) -> OutputForm:
         """Run the layer once, without gradients and with random states restored, to see what it returns."""
@@ -172,7 +189,8 @@ class DroppedForward(TrainingOnlyForward):
         kind = next((device.type for device in devices), "cuda")
         numbers = [device.index or 0 for device in devices]
         with torch.no_grad(), torch.random.fork_rng(numbers, device_type=kind):
-            _, further, self._form = split_output(self.call(uncached(named), positional))
+            output, further, self._form = split_output(self.call(uncached(named), positional))
+        self._check_shape(output, next(iter(named.values())))
         sources = [(name, value) for name, value in named.items() if value is not None]
         self._passed_on = [next((name for name, value in sources if value is entry), None) for entry in further]
         return self._form

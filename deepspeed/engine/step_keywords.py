@@ -13,12 +13,13 @@ from typing import Any
 from torch import nn
 
 from deepspeed.data.curriculum import CurriculumScheduler
-from deepspeed.data.layer_drop import GAMMA, THETA, LayerDrop, LayerDropSchedule
+from deepspeed.data.layer_drop import GAMMA, THETA, DroppedForward, LayerDrop, LayerDropSchedule
 from deepspeed.data.random_ltd import RandomLTD, RandomLTDScheduler, layers_to_convert
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, UsageError
 from deepspeed.foundation.hf_forward import arguments, hands_on
 from deepspeed.foundation.log import log_once, warn_once
+from deepspeed.foundation.replaced_forward import replacements
 
 _SEQLEN = "curriculum_seqlen"
 _LIBRARIES = ("transformers", "peft")  # whose models take these keywords nowhere, even where they take any
@@ -47,6 +48,10 @@ class StepKeywords:
         self._drop: LayerDrop | None = None
         self._random_ltd: RandomLTD | None = None
         top = state.ds_config.top
+        self._by_json = top.progressive_layer_drop.enabled
+        forwards = (forward for module in state.module.modules() for forward in replacements(module))
+        if any(isinstance(forward, DroppedForward) and forward.active for forward in forwards):
+            raise UsageError("layers of the model are skipped already: call enable_layer_drop(engine) after initialize")
         if top.curriculum_learning.enabled:
             state.curriculum = self._curriculum()
         if top.progressive_layer_drop.enabled:
@@ -131,7 +136,8 @@ class StepKeywords:
             more[_SEQLEN] = state.curriculum.get_current_difficulty()
         if state.layer_drop is not None:
             state.layer_drop.update_state(state.global_steps)
-            more |= {} if self._drop is not None else state.layer_drop.get_state()
+            skipping = self._drop is not None and self._drop.installed
+            more |= {} if skipping or not self._by_json else state.layer_drop.get_state()
         for name in more.keys() - self._checked:
             self._check_taken(name)
         return {**kwargs, **more}
@@ -180,7 +186,7 @@ class StepKeywords:
         self._refuse_stages("enable_layer_drop")
         if self._drop is not None and self._drop.installed:
             raise UsageError("layers of this engine are skipped already; call remove() of the earlier handle first")
-        schedule = self._state.layer_drop
+        schedule = self._state.layer_drop if self._state.ds_config.top.progressive_layer_drop.enabled else None
         if schedule is None:
             schedule = LayerDropSchedule(THETA if theta is None else theta, GAMMA if gamma is None else gamma)
         elif theta not in (None, schedule.theta) or gamma not in (None, schedule.gamma):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,10 +34,12 @@ class TrainingOnlyForward(ReplacedForward):
 
     Attributes:
         names: names of the arguments of `forward` that may be passed by position; the first are the hidden states.
+        active: False once it was removed, for what a caller has wrapped around it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
+        self.active = True
         parameters = inspect.signature(self.inner).parameters.values()
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
@@ -56,6 +58,14 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def replacements(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the replacements of a module's `forward`, the last one first."""
+    present = module.__dict__.get("forward")
+    while isinstance(present, ReplacedForward):
+        yield present
+        present = present.inner
+
+
 def withdraw(module: torch.nn.Module, replacement: Any) -> None:
     """Remove a replacement from a module's `forward`, if it is there; others around it and in it stay.
 
@@ -64,7 +74,7 @@ def withdraw(module: torch.nn.Module, replacement: Any) -> None:
         replacement: an object with the replaced function as `inner`.
     """
     holder, name = cast("Any", module), "forward"
-    while name in holder.__dict__:
+    while name in getattr(holder, "__dict__", {}):
         present: Any = holder.__dict__[name]
         if present is replacement:
             _put_back(holder, name, replacement.inner)

@@ -413,7 +413,7 @@ def test_meshes_that_cannot_do_it_are_refused_and_stages_cut_their_batches(worke
 
 
 def test_a_batch_is_cut_to_a_length() -> None:
-    inputs = batch(0) | {"mask": torch.ones(4, 1, LENGTH, LENGTH), "weights": torch.ones(4), "name": "x"}
+    inputs = batch(0, padded=False) | {"mask": torch.ones(4, 1, LENGTH, LENGTH), "weights": torch.ones(4), "name": "x"}
     cut = truncate_batch([inputs], 3)[0]
     assert cut["input_ids"].equal(inputs["input_ids"][:, :3]) and cut["mask"].shape == (4, 1, 3, 3)
     assert cut["weights"] is inputs["weights"] and cut["name"] == "x"

@@ -6,9 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 
-from deepspeed.data.curriculum import CurriculumScheduler
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.data.curriculum import CurriculumScheduler, truncate_batch
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, UsageError
 
 LINEAR: dict[str, Any] = {
     "min_difficulty": 8,
@@ -125,3 +126,23 @@ def test_a_wrong_schedule_is_refused_at_the_start(case: str) -> None:
     config, message = WRONG[case]
     with pytest.raises(DeepSpeedConfigError, match=message.replace("`", ".")):
         CurriculumScheduler(config)
+
+
+def test_batches_of_other_mappings_are_cut() -> None:
+    from collections import OrderedDict, UserDict
+
+    ids, mask = torch.arange(20).reshape(2, 10), torch.ones(2, 1, 10, 10)
+    for kind in (dict, OrderedDict, UserDict):
+        batch = kind({"labels": torch.zeros(2, 3), "input_ids": ids, "mask": mask, "pixel": torch.ones(2, 3, 10, 10)})
+        cut = truncate_batch(batch, 4)
+        assert type(cut) is kind and {name: tuple(cut[name].shape) for name in cut} == {
+            "labels": (2, 3), "input_ids": (2, 4), "mask": (2, 1, 4, 4), "pixel": (2, 3, 10, 10),
+        }  # fmt: skip
+        assert batch["input_ids"].shape == (2, 10)
+    assert truncate_batch((ids, [mask]), 4)[1][0].shape == (2, 1, 4, 4)
+
+
+def test_a_batch_that_is_padded_on_the_left_is_refused() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with pytest.raises(ArgumentError, match="pad on the right"):
+        truncate_batch({"input_ids": torch.ones(2, 6, dtype=torch.long), "attention_mask": mask}, 3)

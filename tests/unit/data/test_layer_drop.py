@@ -154,3 +154,62 @@ def test_models_without_such_layers_are_refused() -> None:
     with pytest.raises(UsageError, match="layer 0 gets a int in the first place"):
         model(3)
     assert layer_drop.SEED == 1234
+
+
+# -- what a critic found -----------------------------------------------------------------------------------------------
+
+
+class Step(torch.nn.Module):
+    def __init__(self, width: int = 8, out: int = 8) -> None:
+        super().__init__()
+        self.inner, self.calls = torch.nn.Linear(width, out), 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(args[0])
+
+
+def test_generation_in_training_mode_runs_whole_layers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    drop = enable_layer_drop(model, theta=0.0, gamma=100.0)
+    drop.update = 50
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), plain)
+
+
+def test_a_layer_that_occurs_twice_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="occurs several times"):
+        enable_layer_drop(torch.nn.Module(), blocks=[Step()] * 3)
+
+
+def test_layers_are_skipped_once() -> None:
+    blocks = [Step(), Step()]
+    drop = enable_layer_drop(torch.nn.Module(), blocks=blocks)
+    with pytest.raises(UsageError, match="skipped already"):
+        enable_layer_drop(torch.nn.Module(), blocks=blocks)
+    drop.remove()
+    enable_layer_drop(torch.nn.Module(), blocks=blocks).remove()
+
+
+def test_a_wrapper_around_a_removed_replacement_runs_the_layer() -> None:
+    block = Step()
+    drop = enable_layer_drop(torch.nn.Module(), theta=0.0, gamma=100.0, blocks=[block, Step()])
+    drop.update = 50
+    own = block.forward
+    block.forward = lambda x: own(x)
+    drop.remove()
+    for _ in range(20):
+        block(torch.ones(1, 8))
+    assert block.calls == 20
+
+
+def test_a_layer_of_another_width_is_refused_by_name() -> None:
+    blocks = [Step(8, 3), Step(8, 3)]
+    enable_layer_drop(torch.nn.Module(), theta=0.5, blocks=blocks)
+    with pytest.raises(UsageError, match=r"returns \[1, 3\] for \[1, 8\]"):
+        blocks[0](torch.ones(1, 8))
