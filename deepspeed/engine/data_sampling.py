@@ -207,8 +207,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 ) -> tuple[DeepSpeedDataLoader, Any, dict[str, Any]]:
     """Create a loader of micro-batches of equal tokens and a scheduler whose rates follow the batches' sizes.
 
-    All ranks must call this. It sets `engine.training_dataloader`, whose position is saved in checkpoints. The JSON
-    must enable `data_efficiency.data_sampling.dynamic_batching`.
+    All ranks must call this. It sets `engine.training_dataloader`, whose position is saved in checkpoints.
 
     Args:
         dataset: map-style dataset.
@@ -225,7 +224,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         "dataset_seqlens".
 
     Raises:
-        UsageError: the block is not enabled.
+        UsageError: the JSON does not enable `data_efficiency.data_sampling.dynamic_batching`.
         DeepSpeedConfigError: `max_tokens` is missing.
         DataError: lengths are unknown or wrong.
     """
@@ -252,9 +251,9 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if sample_padding_fn is not None:
         collate = _PaddedCollate(sampler.lengths, sample_padding_fn, collate)
         dataset = _Numbered(dataset)
-    workers = sampling.num_workers
-    loader = engine.deepspeed_io(dataset, data_sampler=sampler, collate_fn=collate, num_local_io_workers=workers)
-    engine.training_dataloader = loader
+    loader = engine.training_dataloader = engine.deepspeed_io(
+        dataset, data_sampler=sampler, collate_fn=collate, num_local_io_workers=sampling.num_workers
+    )
     sizes = {"batch_sizes": sampler.step_sizes.tolist(), "dataset_seqlens": sampler.lengths.tolist()}
     return loader, scaled_scheduler(state, loader, engine.lr_scheduler), sizes
 
