@@ -22,6 +22,7 @@ from deepspeed.data.draw_keys import DrawKeys, number_of
 from deepspeed.data.kept_tokens import KeptTokens, forms_bias, split_output
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, UsageError
 from deepspeed.foundation.compiler import opaque
+from deepspeed.foundation.hf_forward import caches_in
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
 from deepspeed.foundation.transformers_model import config_of
@@ -236,6 +237,8 @@ class PartialForward(TrainingOnlyForward):
             return self.inner(*args, **kwargs)
         named = self.named(args, kwargs)
         first = self.names[0] if self.names else "hidden_states"
+        if not torch.is_grad_enabled() and any(caches_in(named)):  # `generate`: a cache gets all tokens
+            return self.inner(*args, **kwargs)
         hidden: Any = named.get(first)
         tokens = self._routing.draw(self._layer, hidden)
         if tokens is None:

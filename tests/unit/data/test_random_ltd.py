@@ -179,6 +179,20 @@ def test_generation_may_leave_a_replaced_forward_out_in_evaluation_only() -> Non
     assert not changes_its_call(layer.eval())
 
 
+def test_generation_in_training_mode_runs_whole_layers() -> None:
+    model = build("llama", use_cache=True, pad_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6)  # so that tokens depend on the context
+    ids = batch(0, rows=2, padded=False)["input_ids"]
+    want = model.eval().generate(ids, max_new_tokens=6, do_sample=False)
+    RandomLTD(scheduler(4, 4), {layer: layers_of(model)[layer] for layer in (1, 2)}, lambda: (0, 0))
+    assert torch.equal(model.train().generate(ids, max_new_tokens=6, do_sample=False), want)
+    with torch.no_grad():  # without a cache, an evaluation of the loss in training mode is random-LTD's
+        whole = model.eval()(ids, use_cache=False).logits
+        assert not torch.equal(model.train()(ids, use_cache=False).logits, whole)
+
+
 # -- draws ------------------------------------------------------------------------------------------------------------
 
 
