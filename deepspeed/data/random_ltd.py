@@ -25,7 +25,6 @@ from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.hf_forward import caches_in
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
-from deepspeed.foundation.transformers_model import config_of
 
 _BLOCK = "data_efficiency.data_routing.random_ltd"
 _INFIX = ".random_ltd_layer"  # of parameter names in upstream's models
@@ -270,7 +269,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module], whole: Sequ
 
     Raises:
         ArgumentError: `model` is no engine, or its layers of this class are not as many as the JSON says.
-        NotAvailableError: the model uses flash attention.
+        NotAvailableError: a part of the model uses flash or flex attention.
         UsageError: the JSON does not enable random-LTD, or the layers are converted already.
     """
     convert = getattr(model, "_convert_to_random_ltd", None)
@@ -288,14 +287,24 @@ def layers_to_convert(model: nn.Module, kind: type[nn.Module], scheduler: Random
             f"{_BLOCK}.total_layer_num is {scheduler.model_layer_num}, and the model has {len(layers)} modules of the "
             f"class {kind.__name__}"
         )
-    attention = str(getattr(config_of(model), "_attn_implementation", ""))
-    if "flash" in attention:
+    attention = next((name for name in sorted(_attentions(model)) if "flash" in name or "flex" in name), "")
+    if attention:
+        why = (
+            "it takes gaps between positions for bounds of packed sequences"
+            if "flash" in attention
+            else "its masks are no tensors, which could be cut"
+        )
         raise NotAvailableError(
-            f"random-LTD with {attention} is not available: it takes gaps between positions for bounds of packed "
-            'sequences; load the model with attn_implementation="sdpa"'
+            f'random-LTD with {attention} is not available: {why}; load the model with attn_implementation="sdpa"'
         )
     log_rank0(f"random-LTD: layers {scheduler.layer_ids} of {len(layers)} leave tokens out while training")
     return {layer: layers[layer] for layer in scheduler.layer_ids}
+
+
+def _attentions(model: nn.Module) -> set[str]:
+    """Return the attention implementations that configs in the model name; a wrapper has no config of its own."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return {str(getattr(config, "_attn_implementation", None)) for config in configs}
 
 
 def save_without_random_ltd(model: Any) -> dict[str, Any]:

@@ -439,9 +439,17 @@ def test_upstreams_names_and_models_without_an_engine() -> None:
     assert random_ltd.save_without_random_ltd(module).keys() == module.state_dict().keys()
     with pytest.raises(ArgumentError, match="needs the engine"):
         random_ltd.convert_to_random_ltd(module, nn.Linear)
-    flash = build("llama")
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(NotAvailableError, match="flash_attention_2"):
-        random_ltd.layers_to_convert(flash, type(layers_of(flash)[0]), scheduler())
     with pytest.raises(ArgumentError, match="total_layer_num is 4, and the model has 1"):
         random_ltd.layers_to_convert(SimpleNamespace(modules=lambda: [module]), nn.Linear, scheduler())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_attention_without_a_mask_that_can_be_cut_is_refused(attention: str, wrapped: bool) -> None:
+    model = build("llama")
+    kind = type(layers_of(model)[0])
+    whole = nn.Sequential(model) if wrapped else model
+    assert list(random_ltd.layers_to_convert(whole, kind, scheduler())) == [1, 2]
+    model.config._attn_implementation_internal = attention  # the setter looks for installed kernels
+    with pytest.raises(NotAvailableError, match=f"{attention} is not available"):
+        random_ltd.layers_to_convert(whole, kind, scheduler())
