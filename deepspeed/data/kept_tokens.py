@@ -21,7 +21,7 @@ import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.foundation.hf_forward import CACHE_POSITION, uncached
-from deepspeed.foundation.pytree import map_tensors
+from deepspeed.foundation.pytree import map_tensors, tensors_in
 
 _MASKS = ("mask", "bias", "alibi", "relative")
 _TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer")
@@ -53,6 +53,7 @@ class KeptTokens:
         self._batch, self._kept = positions.shape
         self._whole = whole
         self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # (gathered argument, argument)
+        self._passed: list[torch.Tensor] = []  # all tensors that the layer gets besides its hidden states
 
     # -- hidden states --------------------------------------------------------------------------------------------
 
@@ -104,7 +105,9 @@ class KeptTokens:
         Raises:
             UsageError: an argument cannot be gathered; the message has its name and shape.
         """
-        return {name: self._argument(name, value) for name, value in uncached(named).items()}
+        cut = {name: self._argument(name, value) for name, value in uncached(named).items()}
+        self._passed.extend(tensors_in(cut))
+        return cut
 
     def _argument(self, name: str, value: Any) -> Any:
         if value is None or name in self._whole or name in _PER_HEAD:
@@ -125,6 +128,10 @@ class KeptTokens:
     def returned(self, value: Any) -> Any:
         """Return a further output of the layer; an argument that the layer has passed on is the whole one again."""
         return next((whole for gathered, whole in self._replaced if value is gathered), value)
+
+    def is_new(self, value: Any) -> bool:
+        """Return whether a further output of the layer has a tensor that is none of its arguments."""
+        return any(all(tensor is not argument for argument in self._passed) for tensor in tensors_in(value))
 
     def _gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == CACHE_POSITION and tensor.shape == (self.length,):

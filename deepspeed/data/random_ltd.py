@@ -179,7 +179,7 @@ class RandomLTD:
     ) -> None:
         self.scheduler, self.keys = scheduler, DrawKeys(position)
         self._position, self._seeds = position, seeds
-        self.sequence_first, self._whole = sequence_first, tuple(whole)
+        self.sequence_first, self.whole = sequence_first, tuple(whole)
         self._forwards: list[tuple[nn.Module, PartialForward]] = []
         for layer, block in blocks.items():
             forward = block.forward = PartialForward(block, layer, self)
@@ -207,7 +207,7 @@ class RandomLTD:
         generator = torch.Generator().manual_seed(number_of(*self._seeds, layer, *key) >> 1)
         order = torch.rand(batch, length, generator=generator).argsort(dim=1)
         positions = order[:, :count].sort(dim=1).values.to(hidden.device)
-        return KeptTokens(positions, length, self.sequence_first, self._whole)
+        return KeptTokens(positions, length, self.sequence_first, self.whole)
 
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
@@ -242,14 +242,15 @@ class PartialForward(TrainingOnlyForward):
         tokens = self._routing.draw(self._layer, hidden)
         if tokens is None:
             return self.inner(*args, **kwargs)
-        if bias := forms_bias(self.names, named):
+        rest = tokens.arguments({name: value for name, value in named.items() if name != first})
+        changed = {name: tokens.take(hidden) if name == first else rest[name] for name in named}
+        output, further, form = split_output(self.call(changed, len(args)))
+        own = [name for name in self.names if name not in self._routing.whole]
+        if (bias := forms_bias(own, named)) and any(tokens.is_new(entry) for entry in further):
             raise UsageError(
                 f"random-LTD: layer {self._layer} forms {bias!r} for itself and later layers from the length of its "
                 "input; leave it out of random_ltd_layer_id"
             )
-        rest = tokens.arguments({name: value for name, value in named.items() if name != first})
-        changed = {name: tokens.take(hidden) if name == first else rest[name] for name in named}
-        output, further, form = split_output(self.call(changed, len(args)))
         return form.form(tokens.put(hidden, output), [tokens.returned(entry) for entry in further])
 
 

@@ -150,6 +150,36 @@ def test_a_first_layer_that_forms_the_bias_of_others_is_refused() -> None:
             assert len(drawn.positions) == 1
 
 
+class Biased(nn.Module):
+    """A layer with an optional bias; it returns the bias that it has formed, an argument, or nothing more."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns, self.inner = returns, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: Any = None, attn_bias: Any = None) -> Any:
+        output = x + self.inner(x)
+        formed = torch.zeros(x.shape[1]) if attn_bias is None else attn_bias
+        return {"nothing": output, "scale": (output, scale), "bias": (output, formed)}[self.returns]
+
+
+@pytest.mark.parametrize("returns", ["nothing", "scale", "bias"])
+def test_an_optional_bias_is_refused_only_where_a_layer_forms_it(returns: str) -> None:
+    hidden, scale = torch.ones(2, 5, 4), torch.ones(7)
+    layer = Biased(returns)
+    RandomLTD(scheduler(2, 2), {0: layer}, lambda: (0, 0))
+    if returns == "bias":
+        with pytest.raises(UsageError, match="layer 0 forms 'attn_bias'"):
+            layer(hidden, scale)
+        layer = Biased(returns)
+        RandomLTD(scheduler(2, 2), {0: layer}, lambda: (0, 0), whole=["attn_bias"])
+    output = layer(hidden, scale)
+    states = output if isinstance(output, torch.Tensor) else output[0]
+    assert states.shape == hidden.shape
+    if returns == "scale":
+        assert output[1] is scale
+
+
 @pytest.mark.parametrize("kind", ["gpt_neo", "llama", "bert", "t5"])
 def test_all_tokens_evaluation_and_removal_are_the_model_itself(kind: str) -> None:
     model, inputs = build(kind).train(), batch(1)
@@ -453,3 +483,16 @@ def test_attention_without_a_mask_that_can_be_cut_is_refused(attention: str, wra
     model.config._attn_implementation_internal = attention  # the setter looks for installed kernels
     with pytest.raises(NotAvailableError, match=f"{attention} is not available"):
         random_ltd.layers_to_convert(whole, kind, scheduler())
+
+
+def test_checkpointed_blocks_are_known_inside_random_ltd() -> None:
+    from deepspeed.activation_checkpointing.apply import checkpointed_blocks, wrap
+    from deepspeed.config.sections.memory import ActivationCheckpointing
+
+    model = build("llama").train()
+    wrapping = wrap(model, ActivationCheckpointing(enabled=True), None)
+    routing = RandomLTD(scheduler(), {1: layers_of(model)[1]}, lambda: (0, 0))
+    assert checkpointed_blocks(model) == layers_of(model)
+    wrapping.remove()  # type: ignore[union-attr]
+    assert not checkpointed_blocks(model)
+    routing.remove()
