@@ -27,6 +27,7 @@ _MASKS = ("mask", "bias", "alibi", "relative")
 _TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer")
 _CROSS = ("encoder_", "cross_")
 _PER_HEAD = ("head_mask", "layer_head_mask", "cross_attn_layer_head_mask")
+_HIDE_WHERE_TRUE = ("padding_mask", "src_mask", "tgt_mask")  # of torch's and fairseq's layers
 _BOUNDS = ("cu_seq", "cu_len")  # of packed sequences, for kernels of variable length
 
 Axes = list[tuple[int, int]]  # (dim of the sequence, dim of the batch; -1: none) of a tensor, in the order of gathering
@@ -136,14 +137,23 @@ class KeptTokens:
     def _gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == CACHE_POSITION and tensor.shape == (self.length,):
             return tensor[: self._kept]  # read by caches only, and there is none
-        for axis, batch_axis in self._axes(name, tensor):
+        whole = rows = tensor
+        axes = self._axes(name, tensor)
+        for axis, batch_axis in axes:
+            rows = tensor
             if batch_axis >= 0:
                 tensor = self._select(tensor, axis, batch_axis)
             elif self._batch == 1:
                 tensor = tensor.index_select(axis, self.positions[0].to(tensor.device))
             else:
                 raise self._refusal(name, tensor, "it has no batch dim, and each sample keeps other tokens")
-        return _without_empty_rows(tensor) if "mask" in name and tensor.is_floating_point() else tensor
+        keys_cut = bool(axes) and axes[-1][0] == tensor.dim() - 1
+        if tensor.is_floating_point() and (keys_cut or "mask" in name):
+            return _without_empty_rows(tensor)
+        hidden = _hidden_key(name, whole) if keys_cut and tensor.dtype == torch.bool else None
+        if hidden is None:
+            return tensor
+        return tensor ^ ((tensor == hidden).all(-1, keepdim=True) & (rows != hidden).any(-1, keepdim=True))
 
     def _select(self, tensor: torch.Tensor, axis: int, batch_axis: int) -> torch.Tensor:
         size = tensor.shape[batch_axis]
@@ -239,6 +249,20 @@ def _without_empty_rows(mask: torch.Tensor) -> torch.Tensor:
     Only queries that are padding may see none of the kept tokens: others see themselves.
     """
     return mask.masked_fill(mask.isneginf().all(dim=-1, keepdim=True), 0.0)
+
+
+def _hidden_key(name: str, mask: torch.Tensor) -> torch.Tensor | None:
+    """Return the value that hides a key in a boolean mask, a bool scalar; None: unknown whether it masks keys.
+
+    Libraries disagree on it. Where the name does not tell, it is the one that most tokens do not have for themselves.
+    """
+    if any(word in name for word in _HIDE_WHERE_TRUE):
+        return mask.new_tensor(True)
+    if "attention_mask" in name or mask.dim() < 3:
+        return mask.new_tensor(False) if "attention_mask" in name or "attn_mask" in name else None
+    square = mask.shape[-1] == mask.shape[-2]
+    own = mask.diagonal(dim1=-2, dim2=-1) if square else mask
+    return own.float().mean() < 0.5
 
 
 @dataclass(frozen=True)

@@ -376,6 +376,71 @@ def test_masks_of_flex_attention_are_refused_and_empty_rows_are_finite() -> None
     assert cut.softmax(-1).isfinite().all() and (cut[1, ..., :2] == -torch.inf).all()
 
 
+class Attention(nn.Module):
+    """Attention of one head with a mask: additive, or True for the keys that a query sees."""
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, attn_mask)
+
+    def attend(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(1, 2)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1) @ x
+
+
+class BiasedAttention(Attention):
+    def forward(self, x: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, attn_bias[:, 0])
+
+
+class InvertedAttention(Attention):
+    """True for the keys that a query does not see, as in torch's layers."""
+
+    def forward(self, x: torch.Tensor, src_mask: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, ~src_mask)
+
+
+@pytest.mark.parametrize("kind", ["torch", "seen", "inverted", "mask", "bias"])
+def test_padding_that_sees_no_kept_token_is_finite_and_real_tokens_are_as_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    length, real = 16, torch.tensor([2, 16])
+    hidden, padded = torch.randn(2, length, 8), torch.arange(length) >= real[:, None]
+    seen = torch.ones(length, length).tril().bool() & ~padded[:, None, :]
+    added = torch.zeros(2, length, length).masked_fill(~seen, -torch.inf)
+    layer: nn.Module = Attention()
+    if kind == "torch":
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    elif kind in ("bias", "inverted"):
+        layer = BiasedAttention() if kind == "bias" else InvertedAttention()
+    name = {"torch": "src_key_padding_mask", "bias": "attn_bias", "inverted": "src_mask"}.get(kind, "attn_mask")
+    mask = {"torch": padded, "seen": seen, "inverted": ~seen}.get(kind, added)
+    mask = mask[:, None] if kind == "bias" else mask
+    whole, update = copy.deepcopy(layer), [0]
+    routing = RandomLTD(scheduler(), {0: layer}, lambda: (update[0], 0))
+    empty = 0
+    for update[0] in range(12):
+        positions = routing.draw(0, hidden).positions  # type: ignore[union-attr]
+        routing.keys = draw_keys.DrawKeys(lambda: (update[0], 0))  # so that the layer draws the same
+        output = layer(hidden, **{name: mask})
+        assert output.isfinite().all()
+        empty += int((positions[0] >= 2).all())
+        kept = positions[1]
+        causal = torch.ones(KEPT, KEPT).tril().bool()
+        alone = {"torch": torch.zeros(1, KEPT, dtype=torch.bool), "seen": causal[None], "inverted": ~causal[None]}
+        own = alone.get(kind, torch.zeros(1, KEPT, KEPT).masked_fill(~causal, -torch.inf))
+        own = own[:, None] if kind == "bias" else own
+        torch.testing.assert_close(output[1:, kept], whole(hidden[1:, kept], **{name: own}))
+    assert empty  # some update kept no real token of the short sample
+
+
+def test_boolean_arguments_that_mask_no_keys_stay_as_they_are() -> None:
+    image = torch.tensor([[False, True, False, False, True]] * 2)
+    cut = tokens().arguments({"is_image_token": image, "token_mask": image})
+    for name in cut:
+        assert torch.equal(cut[name], image[0][tokens().positions]), name
+    assert tokens().arguments({"attention_mask": image})["attention_mask"].all(1).tolist() == [True, False]
+
+
 def test_hidden_states_in_both_orders_and_outputs_of_all_forms() -> None:
     hidden = torch.arange(20.0).reshape(2, 5, 2)
     for swapped in (False, True):
