@@ -5,7 +5,7 @@
 - Masks and biases (names with `mask`, `bias`, `alibi`, `relative`): the last dim is keys. The one before is queries if
   it has the length of the sequence. A mask for all samples gets a batch dim, since samples keep different tokens.
 - Positions, rotary tables and other tensors per token: the dim after the batch, or after batch and heads.
-- Arguments of cross attention (`encoder_…`, `cross_…`): only the queries of their masks.
+- Arguments of cross attention (`encoder_…`, `memory`, `image_…` and others): only the queries of their masks.
 - Key-value caches are None: a cache would get the tokens of one layer only.
 
 Where a tensor may be read in two ways, or has no batch dim although samples keep different tokens, an error names it.
@@ -24,8 +24,12 @@ from deepspeed.foundation.hf_forward import CACHE_POSITION, uncached
 from deepspeed.foundation.pytree import map_tensors, tensors_in
 
 _MASKS = ("mask", "bias", "alibi", "relative")
-_TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer")
+# As wide as hidden states, one for each token.
+_STATES = ("original", "initial", "transformer_hidden", "query_pos", "object_queries", "pos_emb")
+_TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer", *_STATES)
 _CROSS = ("encoder_", "cross_")
+_MEMORIES = ("memory", "context", "enc_", "image_", "vision_", *_CROSS)  # anywhere in the name
+_OF_QUERIES = ("rotary", "position", "freqs", "pos_enc")  # tables of the layer's own tokens, as in diffusion models
 _PER_HEAD = ("head_mask", "layer_head_mask", "cross_attn_layer_head_mask")
 _HIDE_WHERE_TRUE = ("padding_mask", "src_mask", "tgt_mask")  # of torch's and fairseq's layers
 _BOUNDS = ("cu_seq", "cu_len")  # of packed sequences, for kernels of variable length
@@ -41,6 +45,7 @@ class KeptTokens:
         length: length of the sequences.
         sequence_first: whether hidden states are `[sequence, batch, width]` instead of `[batch, sequence, width]`.
         whole: names of arguments that are passed on as they are.
+        width: that of the hidden states; 0: unknown.
     """
 
     def __init__(
@@ -49,10 +54,11 @@ class KeptTokens:
         length: int,
         sequence_first: bool = False,
         whole: tuple[str, ...] = (),
+        width: int = 0,
     ) -> None:
         self.positions, self.length, self.sequence_first = positions, length, sequence_first
         self._batch, self._kept = positions.shape
-        self._whole = whole
+        self._whole, self._width = whole, width
         self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # (gathered argument, argument)
         self._passed: list[torch.Tensor] = []  # all tensors that the layer gets besides its hidden states
 
@@ -170,16 +176,20 @@ class KeptTokens:
     def _axes(self, name: str, tensor: torch.Tensor) -> Axes:
         if self.length not in tensor.shape:
             return []
-        if name.startswith(_CROSS):
-            masks = any(word in name for word in _MASKS)
+        masks = any(word in name for word in _MASKS)
+        if _of_cross_attention(name, tensor, masks):
+            if masks and tensor.dim() == 2 and ("image_" in name or "vision_" in name):
+                raise self._refusal(name, tensor, "it may mask tokens or the memory of cross attention")
             queries = masks and tensor.dim() >= 3 and tensor.shape[-2] == self.length
             return [(tensor.dim() - 2, self._leading(name, tensor))] if queries else []
-        if any(word in name for word in _MASKS):
+        if masks:
             return self._mask_axes(name, tensor)
         if any(word in name for word in _TOKENS):
             return self._token_axes(name, tensor)
         if tensor.dim() == 1:
             return []
+        if tensor.dim() == 3 and tensor.shape[-1] == self._width and self.length in tensor.shape[:2]:
+            raise self._refusal(name, tensor, "it may be the memory of cross attention, which is not cut")
         if tensor.dim() >= 3 and tensor.shape[-1] == self.length:
             if tensor.dim() == 3 and tensor.shape[-2] == self.length:
                 raise self._refusal(name, tensor, "it may be [batch, sequence, width] or [batch, queries, keys]")
@@ -241,6 +251,15 @@ class KeptTokens:
             f"tokens: {why}. Leave the layer out of random_ltd_layer_id, or, if the argument does not depend on "
             f"tokens, name it in convert_to_random_ltd(…, whole=[{name!r}])"
         )
+
+
+def _of_cross_attention(name: str, tensor: torch.Tensor, mask: bool) -> bool:
+    """Return whether an argument belongs to cross attention, by its name."""
+    if name.startswith(_CROSS):
+        return True
+    if any(word in name for word in _OF_QUERIES) or (tensor.dim() < 3 and not mask):
+        return False  # memory has three dims; `is_image_token` tells kinds of tokens
+    return any(word in name for word in _MEMORIES)
 
 
 def _without_empty_rows(mask: torch.Tensor) -> torch.Tensor:

@@ -207,7 +207,7 @@ class RandomLTD:
         generator = torch.Generator().manual_seed(number_of(*self._seeds, layer, *key) >> 1)
         order = torch.rand(batch, length, generator=generator).argsort(dim=1)
         positions = order[:, :count].sort(dim=1).values.to(hidden.device)
-        return KeptTokens(positions, length, self.sequence_first, self.whole)
+        return KeptTokens(positions, length, self.sequence_first, self.whole, hidden.shape[-1])
 
     def remove(self) -> None:
         """Give the layers their own `forward` again."""

@@ -347,6 +347,36 @@ def test_arguments_are_cut_by_structure() -> None:
     assert tokens(whole=("odd",)).arguments({"odd": torch.ones(2, 5, 5)})["odd"].shape == (2, 5, 5)
 
 
+def test_the_memory_of_cross_attention_is_whole_however_long_it_is() -> None:
+    for name in ("memory", "context", "enc_output", "image_hidden_states", "vision_feats", "cross_states"):
+        assert gathered(name, 2, 5, 8, width=8) == [2, 5, 8]
+    assert gathered("image_attention_mask", 2, 1, 5, 5) == [2, 1, 3, 5]
+    assert gathered("memory_key_padding_mask", 2, 5) == [2, 5]
+    assert gathered("image_rotary_emb", 2, 5, 8, width=8) == [2, 3, 8]  # of all tokens, in diffusion models
+    assert gathered("residual", 2, 5, 8, width=8) == gathered("original_hidden_states", 2, 5, 8, width=8) == [2, 3, 8]
+    assert gathered("anything", 2, 5, 7, width=8) == [2, 3, 7]
+    with pytest.raises(UsageError, match="'anything'.*may be the memory of cross attention.*whole="):
+        gathered("anything", 2, 5, 8, width=8)
+    with pytest.raises(UsageError, match="'image_mask'.*may mask tokens or the memory"):
+        gathered("image_mask", 2, 5)
+    layer = nn.TransformerDecoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    lengths: list[int] = []
+    layer.multihead_attn.register_forward_hook(lambda module, args, output: lengths.append(args[1].shape[1]))
+    RandomLTD(scheduler(), {0: layer}, lambda: (0, 0))
+    for length in (LENGTH, LENGTH + 1):
+        layer(torch.randn(2, LENGTH, 8), torch.randn(2, length, 8))
+    assert lengths == [LENGTH, LENGTH + 1]
+    layer = Unknown()
+    RandomLTD(scheduler(), {0: layer}, lambda: (0, 0))
+    with pytest.raises(UsageError, match="'other'.*may be the memory"):
+        layer(torch.randn(2, LENGTH, 8), torch.randn(2, LENGTH, 8))
+
+
+class Unknown(nn.Module):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x + other.mean(1, keepdim=True)
+
+
 REFUSED = {
     "no batch": ("freqs", (5, 8), "no batch dim"),
     "two readings": ("odd", (2, 5, 5), "may be"),
