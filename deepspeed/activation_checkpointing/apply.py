@@ -79,9 +79,10 @@ def checkpointed_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the modules in `module`, itself included, whose forward runs in a checkpoint with the configured flags."""
 
     def runs_in_one(each: nn.Module) -> bool:
-        return isinstance(vars(each).get("forward"), BlockForward) or isinstance(
-            vars(each).get(_TRANSFORMERS), _Governed
-        )
+        forward = vars(each).get("forward")
+        while isinstance(forward, ReplacedForward) and not isinstance(forward, BlockForward):
+            forward = forward.inner  # random-LTD and layer drop replace it again, around the checkpoint
+        return isinstance(forward, BlockForward) or isinstance(vars(each).get(_TRANSFORMERS), _Governed)
 
     return [each for each in module.modules() if runs_in_one(each)]
 

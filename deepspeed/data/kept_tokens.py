@@ -5,7 +5,7 @@
 - Masks and biases (names with `mask`, `bias`, `alibi`, `relative`): the last dim is keys. The one before is queries if
   it has the length of the sequence. A mask for all samples gets a batch dim, since samples keep different tokens.
 - Positions, rotary tables and other tensors per token: the dim after the batch, or after batch and heads.
-- Arguments of cross attention (`encoder_…`, `cross_…`): only the queries of their masks.
+- Arguments of cross attention (`encoder_…`, `memory`, `image_…` and others): only the queries of their masks.
 - Key-value caches are None: a cache would get the tokens of one layer only.
 
 Where a tensor may be read in two ways, or has no batch dim although samples keep different tokens, an error names it.
@@ -21,12 +21,17 @@ import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.foundation.hf_forward import CACHE_POSITION, uncached
-from deepspeed.foundation.pytree import map_tensors
+from deepspeed.foundation.pytree import map_tensors, tensors_in
 
 _MASKS = ("mask", "bias", "alibi", "relative")
-_TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer")
+# As wide as hidden states, one for each token.
+_STATES = ("original", "initial", "transformer_hidden", "query_pos", "object_queries", "pos_emb")
+_TOKENS = ("position", "rotary", "freqs", "cos", "sin", "embed", "residual", "per_layer", *_STATES)
 _CROSS = ("encoder_", "cross_")
+_MEMORIES = ("memory", "context", "enc_", "image_", "vision_", *_CROSS)  # anywhere in the name
+_OF_QUERIES = ("rotary", "position", "freqs", "pos_enc")  # tables of the layer's own tokens, as in diffusion models
 _PER_HEAD = ("head_mask", "layer_head_mask", "cross_attn_layer_head_mask")
+_HIDE_WHERE_TRUE = ("padding_mask", "src_mask", "tgt_mask")  # of torch's and fairseq's layers
 _BOUNDS = ("cu_seq", "cu_len")  # of packed sequences, for kernels of variable length
 
 Axes = list[tuple[int, int]]  # (dim of the sequence, dim of the batch; -1: none) of a tensor, in the order of gathering
@@ -40,6 +45,7 @@ class KeptTokens:
         length: length of the sequences.
         sequence_first: whether hidden states are `[sequence, batch, width]` instead of `[batch, sequence, width]`.
         whole: names of arguments that are passed on as they are.
+        width: that of the hidden states; 0: unknown.
     """
 
     def __init__(
@@ -48,11 +54,13 @@ class KeptTokens:
         length: int,
         sequence_first: bool = False,
         whole: tuple[str, ...] = (),
+        width: int = 0,
     ) -> None:
         self.positions, self.length, self.sequence_first = positions, length, sequence_first
         self._batch, self._kept = positions.shape
-        self._whole = whole
+        self._whole, self._width = whole, width
         self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # (gathered argument, argument)
+        self._passed: list[torch.Tensor] = []  # all tensors that the layer gets besides its hidden states
 
     # -- hidden states --------------------------------------------------------------------------------------------
 
@@ -104,7 +112,9 @@ class KeptTokens:
         Raises:
             UsageError: an argument cannot be gathered; the message has its name and shape.
         """
-        return {name: self._argument(name, value) for name, value in uncached(named).items()}
+        cut = {name: self._argument(name, value) for name, value in uncached(named).items()}
+        self._passed.extend(tensors_in(cut))
+        return cut
 
     def _argument(self, name: str, value: Any) -> Any:
         if value is None or name in self._whole or name in _PER_HEAD:
@@ -126,17 +136,30 @@ class KeptTokens:
         """Return a further output of the layer; an argument that the layer has passed on is the whole one again."""
         return next((whole for gathered, whole in self._replaced if value is gathered), value)
 
+    def is_new(self, value: Any) -> bool:
+        """Return whether a further output of the layer has a tensor that is none of its arguments."""
+        return any(all(tensor is not argument for argument in self._passed) for tensor in tensors_in(value))
+
     def _gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == CACHE_POSITION and tensor.shape == (self.length,):
             return tensor[: self._kept]  # read by caches only, and there is none
-        for axis, batch_axis in self._axes(name, tensor):
+        whole = rows = tensor
+        axes = self._axes(name, tensor)
+        for axis, batch_axis in axes:
+            rows = tensor
             if batch_axis >= 0:
                 tensor = self._select(tensor, axis, batch_axis)
             elif self._batch == 1:
                 tensor = tensor.index_select(axis, self.positions[0].to(tensor.device))
             else:
                 raise self._refusal(name, tensor, "it has no batch dim, and each sample keeps other tokens")
-        return _without_empty_rows(tensor) if "mask" in name and tensor.is_floating_point() else tensor
+        keys_cut = bool(axes) and axes[-1][0] == tensor.dim() - 1
+        if tensor.is_floating_point() and (keys_cut or "mask" in name):
+            return _without_empty_rows(tensor)
+        hidden = _hidden_key(name, whole) if keys_cut and tensor.dtype == torch.bool else None
+        if hidden is None:
+            return tensor
+        return tensor ^ ((tensor == hidden).all(-1, keepdim=True) & (rows != hidden).any(-1, keepdim=True))
 
     def _select(self, tensor: torch.Tensor, axis: int, batch_axis: int) -> torch.Tensor:
         size = tensor.shape[batch_axis]
@@ -153,16 +176,20 @@ class KeptTokens:
     def _axes(self, name: str, tensor: torch.Tensor) -> Axes:
         if self.length not in tensor.shape:
             return []
-        if name.startswith(_CROSS):
-            masks = any(word in name for word in _MASKS)
+        masks = any(word in name for word in _MASKS)
+        if _of_cross_attention(name, tensor, masks):
+            if masks and tensor.dim() == 2 and ("image_" in name or "vision_" in name):
+                raise self._refusal(name, tensor, "it may mask tokens or the memory of cross attention")
             queries = masks and tensor.dim() >= 3 and tensor.shape[-2] == self.length
             return [(tensor.dim() - 2, self._leading(name, tensor))] if queries else []
-        if any(word in name for word in _MASKS):
+        if masks:
             return self._mask_axes(name, tensor)
         if any(word in name for word in _TOKENS):
             return self._token_axes(name, tensor)
         if tensor.dim() == 1:
             return []
+        if tensor.dim() == 3 and tensor.shape[-1] == self._width and self.length in tensor.shape[:2]:
+            raise self._refusal(name, tensor, "it may be the memory of cross attention, which is not cut")
         if tensor.dim() >= 3 and tensor.shape[-1] == self.length:
             if tensor.dim() == 3 and tensor.shape[-2] == self.length:
                 raise self._refusal(name, tensor, "it may be [batch, sequence, width] or [batch, queries, keys]")
@@ -226,12 +253,35 @@ class KeptTokens:
         )
 
 
+def _of_cross_attention(name: str, tensor: torch.Tensor, mask: bool) -> bool:
+    """Return whether an argument belongs to cross attention, by its name."""
+    if name.startswith(_CROSS):
+        return True
+    if any(word in name for word in _OF_QUERIES) or (tensor.dim() < 3 and not mask):
+        return False  # memory has three dims; `is_image_token` tells kinds of tokens
+    return any(word in name for word in _MEMORIES)
+
+
 def _without_empty_rows(mask: torch.Tensor) -> torch.Tensor:
     """Return an additive mask in which every query sees a key, so that no softmax is NaN.
 
     Only queries that are padding may see none of the kept tokens: others see themselves.
     """
     return mask.masked_fill(mask.isneginf().all(dim=-1, keepdim=True), 0.0)
+
+
+def _hidden_key(name: str, mask: torch.Tensor) -> torch.Tensor | None:
+    """Return the value that hides a key in a boolean mask, a bool scalar; None: unknown whether it masks keys.
+
+    Libraries disagree on it. Where the name does not tell, it is the one that most tokens do not have for themselves.
+    """
+    if any(word in name for word in _HIDE_WHERE_TRUE):
+        return mask.new_tensor(True)
+    if "attention_mask" in name or mask.dim() < 3:
+        return mask.new_tensor(False) if "attention_mask" in name or "attn_mask" in name else None
+    square = mask.shape[-1] == mask.shape[-2]
+    own = mask.diagonal(dim1=-2, dim2=-1) if square else mask
+    return own.float().mean() < 0.5
 
 
 @dataclass(frozen=True)

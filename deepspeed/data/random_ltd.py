@@ -22,9 +22,9 @@ from deepspeed.data.draw_keys import DrawKeys, number_of
 from deepspeed.data.kept_tokens import KeptTokens, forms_bias, split_output
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, UsageError
 from deepspeed.foundation.compiler import opaque
+from deepspeed.foundation.hf_forward import caches_in
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
-from deepspeed.foundation.transformers_model import config_of
 
 _BLOCK = "data_efficiency.data_routing.random_ltd"
 _INFIX = ".random_ltd_layer"  # of parameter names in upstream's models
@@ -179,7 +179,7 @@ class RandomLTD:
     ) -> None:
         self.scheduler, self.keys = scheduler, DrawKeys(position)
         self._position, self._seeds = position, seeds
-        self.sequence_first, self._whole = sequence_first, tuple(whole)
+        self.sequence_first, self.whole = sequence_first, tuple(whole)
         self._forwards: list[tuple[nn.Module, PartialForward]] = []
         for layer, block in blocks.items():
             forward = block.forward = PartialForward(block, layer, self)
@@ -207,7 +207,7 @@ class RandomLTD:
         generator = torch.Generator().manual_seed(number_of(*self._seeds, layer, *key) >> 1)
         order = torch.rand(batch, length, generator=generator).argsort(dim=1)
         positions = order[:, :count].sort(dim=1).values.to(hidden.device)
-        return KeptTokens(positions, length, self.sequence_first, self._whole)
+        return KeptTokens(positions, length, self.sequence_first, self.whole, hidden.shape[-1])
 
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
@@ -236,18 +236,21 @@ class PartialForward(TrainingOnlyForward):
             return self.inner(*args, **kwargs)
         named = self.named(args, kwargs)
         first = self.names[0] if self.names else "hidden_states"
+        if not torch.is_grad_enabled() and any(caches_in(named)):  # `generate`: a cache gets all tokens
+            return self.inner(*args, **kwargs)
         hidden: Any = named.get(first)
         tokens = self._routing.draw(self._layer, hidden)
         if tokens is None:
             return self.inner(*args, **kwargs)
-        if bias := forms_bias(self.names, named):
+        rest = tokens.arguments({name: value for name, value in named.items() if name != first})
+        changed = {name: tokens.take(hidden) if name == first else rest[name] for name in named}
+        output, further, form = split_output(self.call(changed, len(args)))
+        own = [name for name in self.names if name not in self._routing.whole]
+        if (bias := forms_bias(own, named)) and any(tokens.is_new(entry) for entry in further):
             raise UsageError(
                 f"random-LTD: layer {self._layer} forms {bias!r} for itself and later layers from the length of its "
                 "input; leave it out of random_ltd_layer_id"
             )
-        rest = tokens.arguments({name: value for name, value in named.items() if name != first})
-        changed = {name: tokens.take(hidden) if name == first else rest[name] for name in named}
-        output, further, form = split_output(self.call(changed, len(args)))
         return form.form(tokens.put(hidden, output), [tokens.returned(entry) for entry in further])
 
 
@@ -267,7 +270,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module], whole: Sequ
 
     Raises:
         ArgumentError: `model` is no engine, or its layers of this class are not as many as the JSON says.
-        NotAvailableError: the model uses flash attention.
+        NotAvailableError: a part of the model uses flash or flex attention.
         UsageError: the JSON does not enable random-LTD, or the layers are converted already.
     """
     convert = getattr(model, "_convert_to_random_ltd", None)
@@ -285,14 +288,24 @@ def layers_to_convert(model: nn.Module, kind: type[nn.Module], scheduler: Random
             f"{_BLOCK}.total_layer_num is {scheduler.model_layer_num}, and the model has {len(layers)} modules of the "
             f"class {kind.__name__}"
         )
-    attention = str(getattr(config_of(model), "_attn_implementation", ""))
-    if "flash" in attention:
+    attention = next((name for name in sorted(_attentions(model)) if "flash" in name or "flex" in name), "")
+    if attention:
+        why = (
+            "it takes gaps between positions for bounds of packed sequences"
+            if "flash" in attention
+            else "its masks are no tensors, which could be cut"
+        )
         raise NotAvailableError(
-            f"random-LTD with {attention} is not available: it takes gaps between positions for bounds of packed "
-            'sequences; load the model with attn_implementation="sdpa"'
+            f'random-LTD with {attention} is not available: {why}; load the model with attn_implementation="sdpa"'
         )
     log_rank0(f"random-LTD: layers {scheduler.layer_ids} of {len(layers)} leave tokens out while training")
     return {layer: layers[layer] for layer in scheduler.layer_ids}
+
+
+def _attentions(model: nn.Module) -> set[str]:
+    """Return the attention implementations that configs in the model name; a wrapper has no config of its own."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return {str(getattr(config, "_attn_implementation", None)) for config in configs}
 
 
 def save_without_random_ltd(model: Any) -> dict[str, Any]:

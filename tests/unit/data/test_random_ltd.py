@@ -150,6 +150,36 @@ def test_a_first_layer_that_forms_the_bias_of_others_is_refused() -> None:
             assert len(drawn.positions) == 1
 
 
+class Biased(nn.Module):
+    """A layer with an optional bias; it returns the bias that it has formed, an argument, or nothing more."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns, self.inner = returns, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: Any = None, attn_bias: Any = None) -> Any:
+        output = x + self.inner(x)
+        formed = torch.zeros(x.shape[1]) if attn_bias is None else attn_bias
+        return {"nothing": output, "scale": (output, scale), "bias": (output, formed)}[self.returns]
+
+
+@pytest.mark.parametrize("returns", ["nothing", "scale", "bias"])
+def test_an_optional_bias_is_refused_only_where_a_layer_forms_it(returns: str) -> None:
+    hidden, scale = torch.ones(2, 5, 4), torch.ones(7)
+    layer = Biased(returns)
+    RandomLTD(scheduler(2, 2), {0: layer}, lambda: (0, 0))
+    if returns == "bias":
+        with pytest.raises(UsageError, match="layer 0 forms 'attn_bias'"):
+            layer(hidden, scale)
+        layer = Biased(returns)
+        RandomLTD(scheduler(2, 2), {0: layer}, lambda: (0, 0), whole=["attn_bias"])
+    output = layer(hidden, scale)
+    states = output if isinstance(output, torch.Tensor) else output[0]
+    assert states.shape == hidden.shape
+    if returns == "scale":
+        assert output[1] is scale
+
+
 @pytest.mark.parametrize("kind", ["gpt_neo", "llama", "bert", "t5"])
 def test_all_tokens_evaluation_and_removal_are_the_model_itself(kind: str) -> None:
     model, inputs = build(kind).train(), batch(1)
@@ -177,6 +207,20 @@ def test_generation_may_leave_a_replaced_forward_out_in_evaluation_only() -> Non
     RandomLTD(scheduler(), {1: layer}, lambda: (0, 0))
     assert changes_its_call(layer) and not changes_its_call(layers_of(model)[0])
     assert not changes_its_call(layer.eval())
+
+
+def test_generation_in_training_mode_runs_whole_layers() -> None:
+    model = build("llama", use_cache=True, pad_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6)  # so that tokens depend on the context
+    ids = batch(0, rows=2, padded=False)["input_ids"]
+    want = model.eval().generate(ids, max_new_tokens=6, do_sample=False)
+    RandomLTD(scheduler(4, 4), {layer: layers_of(model)[layer] for layer in (1, 2)}, lambda: (0, 0))
+    assert torch.equal(model.train().generate(ids, max_new_tokens=6, do_sample=False), want)
+    with torch.no_grad():  # without a cache, an evaluation of the loss in training mode is random-LTD's
+        whole = model.eval()(ids, use_cache=False).logits
+        assert not torch.equal(model.train()(ids, use_cache=False).logits, whole)
 
 
 # -- draws ------------------------------------------------------------------------------------------------------------
@@ -303,6 +347,36 @@ def test_arguments_are_cut_by_structure() -> None:
     assert tokens(whole=("odd",)).arguments({"odd": torch.ones(2, 5, 5)})["odd"].shape == (2, 5, 5)
 
 
+def test_the_memory_of_cross_attention_is_whole_however_long_it_is() -> None:
+    for name in ("memory", "context", "enc_output", "image_hidden_states", "vision_feats", "cross_states"):
+        assert gathered(name, 2, 5, 8, width=8) == [2, 5, 8]
+    assert gathered("image_attention_mask", 2, 1, 5, 5) == [2, 1, 3, 5]
+    assert gathered("memory_key_padding_mask", 2, 5) == [2, 5]
+    assert gathered("image_rotary_emb", 2, 5, 8, width=8) == [2, 3, 8]  # of all tokens, in diffusion models
+    assert gathered("residual", 2, 5, 8, width=8) == gathered("original_hidden_states", 2, 5, 8, width=8) == [2, 3, 8]
+    assert gathered("anything", 2, 5, 7, width=8) == [2, 3, 7]
+    with pytest.raises(UsageError, match="'anything'.*may be the memory of cross attention.*whole="):
+        gathered("anything", 2, 5, 8, width=8)
+    with pytest.raises(UsageError, match="'image_mask'.*may mask tokens or the memory"):
+        gathered("image_mask", 2, 5)
+    layer = nn.TransformerDecoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    lengths: list[int] = []
+    layer.multihead_attn.register_forward_hook(lambda module, args, output: lengths.append(args[1].shape[1]))
+    RandomLTD(scheduler(), {0: layer}, lambda: (0, 0))
+    for length in (LENGTH, LENGTH + 1):
+        layer(torch.randn(2, LENGTH, 8), torch.randn(2, length, 8))
+    assert lengths == [LENGTH, LENGTH + 1]
+    layer = Unknown()
+    RandomLTD(scheduler(), {0: layer}, lambda: (0, 0))
+    with pytest.raises(UsageError, match="'other'.*may be the memory"):
+        layer(torch.randn(2, LENGTH, 8), torch.randn(2, LENGTH, 8))
+
+
+class Unknown(nn.Module):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x + other.mean(1, keepdim=True)
+
+
 REFUSED = {
     "no batch": ("freqs", (5, 8), "no batch dim"),
     "two readings": ("odd", (2, 5, 5), "may be"),
@@ -330,6 +404,71 @@ def test_masks_of_flex_attention_are_refused_and_empty_rows_are_finite() -> None
     mask[..., :4] = -torch.inf  # all that row 0 keeps
     cut = tokens().arguments({"attention_mask": mask})["attention_mask"]
     assert cut.softmax(-1).isfinite().all() and (cut[1, ..., :2] == -torch.inf).all()
+
+
+class Attention(nn.Module):
+    """Attention of one head with a mask: additive, or True for the keys that a query sees."""
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, attn_mask)
+
+    def attend(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(1, 2)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1) @ x
+
+
+class BiasedAttention(Attention):
+    def forward(self, x: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, attn_bias[:, 0])
+
+
+class InvertedAttention(Attention):
+    """True for the keys that a query does not see, as in torch's layers."""
+
+    def forward(self, x: torch.Tensor, src_mask: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(x, ~src_mask)
+
+
+@pytest.mark.parametrize("kind", ["torch", "seen", "inverted", "mask", "bias"])
+def test_padding_that_sees_no_kept_token_is_finite_and_real_tokens_are_as_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    length, real = 16, torch.tensor([2, 16])
+    hidden, padded = torch.randn(2, length, 8), torch.arange(length) >= real[:, None]
+    seen = torch.ones(length, length).tril().bool() & ~padded[:, None, :]
+    added = torch.zeros(2, length, length).masked_fill(~seen, -torch.inf)
+    layer: nn.Module = Attention()
+    if kind == "torch":
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    elif kind in ("bias", "inverted"):
+        layer = BiasedAttention() if kind == "bias" else InvertedAttention()
+    name = {"torch": "src_key_padding_mask", "bias": "attn_bias", "inverted": "src_mask"}.get(kind, "attn_mask")
+    mask = {"torch": padded, "seen": seen, "inverted": ~seen}.get(kind, added)
+    mask = mask[:, None] if kind == "bias" else mask
+    whole, update = copy.deepcopy(layer), [0]
+    routing = RandomLTD(scheduler(), {0: layer}, lambda: (update[0], 0))
+    empty = 0
+    for update[0] in range(12):
+        positions = routing.draw(0, hidden).positions  # type: ignore[union-attr]
+        routing.keys = draw_keys.DrawKeys(lambda: (update[0], 0))  # so that the layer draws the same
+        output = layer(hidden, **{name: mask})
+        assert output.isfinite().all()
+        empty += int((positions[0] >= 2).all())
+        kept = positions[1]
+        causal = torch.ones(KEPT, KEPT).tril().bool()
+        alone = {"torch": torch.zeros(1, KEPT, dtype=torch.bool), "seen": causal[None], "inverted": ~causal[None]}
+        own = alone.get(kind, torch.zeros(1, KEPT, KEPT).masked_fill(~causal, -torch.inf))
+        own = own[:, None] if kind == "bias" else own
+        torch.testing.assert_close(output[1:, kept], whole(hidden[1:, kept], **{name: own}))
+    assert empty  # some update kept no real token of the short sample
+
+
+def test_boolean_arguments_that_mask_no_keys_stay_as_they_are() -> None:
+    image = torch.tensor([[False, True, False, False, True]] * 2)
+    cut = tokens().arguments({"is_image_token": image, "token_mask": image})
+    for name in cut:
+        assert torch.equal(cut[name], image[0][tokens().positions]), name
+    assert tokens().arguments({"attention_mask": image})["attention_mask"].all(1).tolist() == [True, False]
 
 
 def test_hidden_states_in_both_orders_and_outputs_of_all_forms() -> None:
@@ -425,9 +564,30 @@ def test_upstreams_names_and_models_without_an_engine() -> None:
     assert random_ltd.save_without_random_ltd(module).keys() == module.state_dict().keys()
     with pytest.raises(ArgumentError, match="needs the engine"):
         random_ltd.convert_to_random_ltd(module, nn.Linear)
-    flash = build("llama")
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(NotAvailableError, match="flash_attention_2"):
-        random_ltd.layers_to_convert(flash, type(layers_of(flash)[0]), scheduler())
     with pytest.raises(ArgumentError, match="total_layer_num is 4, and the model has 1"):
         random_ltd.layers_to_convert(SimpleNamespace(modules=lambda: [module]), nn.Linear, scheduler())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_attention_without_a_mask_that_can_be_cut_is_refused(attention: str, wrapped: bool) -> None:
+    model = build("llama")
+    kind = type(layers_of(model)[0])
+    whole = nn.Sequential(model) if wrapped else model
+    assert list(random_ltd.layers_to_convert(whole, kind, scheduler())) == [1, 2]
+    model.config._attn_implementation_internal = attention  # the setter looks for installed kernels
+    with pytest.raises(NotAvailableError, match=f"{attention} is not available"):
+        random_ltd.layers_to_convert(whole, kind, scheduler())
+
+
+def test_checkpointed_blocks_are_known_inside_random_ltd() -> None:
+    from deepspeed.activation_checkpointing.apply import checkpointed_blocks, wrap
+    from deepspeed.config.sections.memory import ActivationCheckpointing
+
+    model = build("llama").train()
+    wrapping = wrap(model, ActivationCheckpointing(enabled=True), None)
+    routing = RandomLTD(scheduler(), {1: layers_of(model)[1]}, lambda: (0, 0))
+    assert checkpointed_blocks(model) == layers_of(model)
+    wrapping.remove()  # type: ignore[union-attr]
+    assert not checkpointed_blocks(model)
+    routing.remove()
