@@ -146,6 +146,7 @@ class DroppedForward(TrainingOnlyForward):
         self._block, self._number, self._depth, self._drop = block, number, depth, drop
         self._form: OutputForm | None = None
         self._passed_on: list[str | None] = []  # the arguments that are further entries of the output
+        self._new_entries = False  # whether further entries have tensors that are no arguments
 
     @functools.partial(opaque, inner=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class DroppedForward(TrainingOnlyForward):
             raise UsageError(
                 f"layer drop: layer {self._number} gets a {type(hidden).__name__} in the first place, no hidden states"
             )
-        if forms_bias(self.names, named):
+        if forms_bias(self.names, named) and self._returns_more(named, len(args)):
             log_once(f"layer drop: layer {self._number} forms a bias for later layers, so it is never skipped")
             return self.inner(*args, **kwargs)
         keeps, probability = self._drop.draw(self._number, self._depth, hidden)
@@ -175,6 +176,12 @@ class DroppedForward(TrainingOnlyForward):
         if probability == 1.0 or not self._drop.scale:
             return result
         return form.form(hidden + (output - hidden) / probability, further)
+
+    def _returns_more(self, named: dict[str, Any], positional: int) -> bool:
+        """Return whether the layer's output has further tensors that are none of its arguments."""
+        if self._form is None:
+            self._learn_form(named, positional)
+        return self._new_entries
 
     def _check_shape(self, output: torch.Tensor, hidden: Any) -> None:
         if output.shape != hidden.shape:
@@ -193,6 +200,8 @@ class DroppedForward(TrainingOnlyForward):
         self._check_shape(output, next(iter(named.values())))
         sources = [(name, value) for name, value in named.items() if value is not None]
         self._passed_on = [next((name for name, value in sources if value is entry), None) for entry in further]
+        pairs = zip(self._passed_on, further, strict=True)
+        self._new_entries = any(name is None and any(True for _ in tensors_in(entry)) for name, entry in pairs)
         return self._form
 
 

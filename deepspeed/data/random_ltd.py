@@ -212,6 +212,7 @@ class RandomLTD:
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
         for block, forward in self._forwards:
+            forward.active = False
             withdraw(block, forward)
         self._forwards.clear()
 
@@ -232,7 +233,7 @@ class PartialForward(TrainingOnlyForward):
     # Traced, it would be compiled anew for each draw; the layer itself is compiled.
     @functools.partial(opaque, inner=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._block.training:
+        if not self._block.training or not self.active:
             return self.inner(*args, **kwargs)
         named = self.named(args, kwargs)
         first = self.names[0] if self.names else "hidden_states"

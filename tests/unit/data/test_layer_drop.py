@@ -213,3 +213,22 @@ def test_a_layer_of_another_width_is_refused_by_name() -> None:
     enable_layer_drop(torch.nn.Module(), theta=0.5, blocks=blocks)
     with pytest.raises(UsageError, match=r"returns \[1, 3\] for \[1, 8\]"):
         blocks[0](torch.ones(1, 8))
+
+
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = torch.nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor, attn_bias: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+
+def test_an_optional_bias_that_no_layer_returns_does_not_keep_layers() -> None:
+    blocks = [Biased(), Biased()]
+    drop = enable_layer_drop(torch.nn.Module(), theta=0.0, gamma=100.0, blocks=blocks)
+    drop.update = 50
+    for _ in range(20):
+        blocks[1](torch.ones(1, 8))
+    assert blocks[1].calls == 1  # the trial run that shows what it returns
