@@ -291,7 +291,7 @@ def test_a_layer_inside_torchs_checkpoint_draws_again_what_it_drew(order: str, r
 
 def test_a_recomputation_of_an_unknown_call_is_refused() -> None:
     model = Checkpointed(together=True)
-    with pytest.raises(UsageError, match="layer 1 is recomputed in backward, and 3 of its calls may be meant"):
+    with pytest.raises(UsageError, match="layer 1 is recomputed in backward, and [23] of its calls may be meant"):
         gradients(model, ORDERS["first first"])
 
 
