@@ -6,8 +6,8 @@ the key of the call that is recomputed.
 
 [Note: keys of a recomputation] Mostly, draws happen outside of checkpoints, so they are not repeated. Where the layer's
 call is inside a checkpoint of `deepspeed.checkpointing`, the checkpoint takes a `snapshot` of the counters and gives it
-back with `replay`. Inside torch's own checkpoint, the call is recognized by the memory of the layer's input, which the
-checkpoint has kept since that call.
+back with `replay`. Inside torch's own checkpoint, the call is recognized by the storage of the layer's input, which the
+checkpoint has kept since that call; if several calls had this storage, the recomputation is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.errors import UsageError
 
@@ -39,7 +40,7 @@ class _LayerCall:
     """A call of a layer in the current update, for its recomputation."""
 
     key: DrawKey
-    address: int  # of the memory of the layer's input
+    storage: StorageWeakRef  # of the layer's input: no other storage has its identity while this exists
     recomputed: bool = False
 
 
@@ -84,7 +85,9 @@ class DrawKeys:
         if in_backward():
             return self._recomputed(layer, hidden)
         key = self._count(layer, self._current())
-        self._calls.setdefault(layer, deque(maxlen=_REMEMBERED)).append(_LayerCall(key, hidden.data_ptr()))
+        self._calls.setdefault(layer, deque(maxlen=_REMEMBERED)).append(
+            _LayerCall(key, StorageWeakRef(hidden.untyped_storage()))
+        )
         return key
 
     def snapshot(self) -> Counts:
@@ -109,16 +112,16 @@ class DrawKeys:
 
     def _recomputed(self, layer: int, hidden: torch.Tensor) -> DrawKey:
         """Return the key of the call that torch's checkpoint recomputes; see [Note: keys of a recomputation]."""
-        calls = self._calls.get(layer, ())
-        # Memory that is alive was used last by the call that it belongs to.
-        same = next((call for call in reversed(calls) if call.address == hidden.data_ptr()), None)
-        waiting = [call for call in calls if not call.recomputed]
-        if same is None and len(waiting) != 1:
+        calls, storage = self._calls.get(layer, ()), StorageWeakRef(hidden.untyped_storage())
+        same = [call for call in calls if call.storage.cdata == storage.cdata]
+        waiting = [call for call in same or calls if not call.recomputed]
+        candidates = waiting or same[-1:]  # a second backward recomputes a call again
+        if len(candidates) != 1:
             raise UsageError(
-                f"layer {layer} is recomputed in backward, and {len(waiting)} of its calls may be meant: checkpoint "
-                "with deepspeed.checkpointing.checkpoint, which knows the call, or call backward after each forward"
+                f"layer {layer} is recomputed in backward, and {len(candidates)} of its calls may be meant: checkpoint "
+                "with deepspeed.checkpointing.checkpoint, which knows the call, or give each forward its own input"
             )
-        call = same or waiting[0]
+        call = candidates[0]
         call.recomputed = True
         return call.key
 

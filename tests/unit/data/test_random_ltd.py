@@ -289,9 +289,28 @@ def test_a_layer_inside_torchs_checkpoint_draws_again_what_it_drew(order: str, r
         assert torch.equal(got, want)
 
 
+def test_two_forwards_of_one_input_are_not_told_apart() -> None:
+    model = Checkpointed(together=False)
+    RandomLTD(scheduler(3, 3, ids=(0, 1), layers=2), dict(enumerate(model.layers)), lambda: (0, 0))
+    x = torch.linspace(-1, 1, 40).reshape(2, 5, 4).requires_grad_()
+    losses = [model(x).square().sum() for _ in range(2)]
+    with pytest.raises(UsageError, match="layer 0 is recomputed in backward, and 2 of its calls"):
+        losses[0].backward()
+
+
+def test_a_second_backward_draws_the_same_again() -> None:
+    model = Checkpointed(together=False)
+    RandomLTD(scheduler(3, 3, ids=(0, 1), layers=2), dict(enumerate(model.layers)), lambda: (0, 0))
+    loss = model(torch.linspace(-1, 1, 40).reshape(2, 5, 4).requires_grad_()).square().sum()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(parameter.grad, 2 * once) for parameter, once in zip(model.parameters(), first, strict=True))
+
+
 def test_a_recomputation_of_an_unknown_call_is_refused() -> None:
     model = Checkpointed(together=True)
-    with pytest.raises(UsageError, match="layer 1 is recomputed in backward, and [23] of its calls may be meant"):
+    with pytest.raises(UsageError, match="layer 1 is recomputed in backward, and 3 of its calls may be meant"):
         gradients(model, ORDERS["first first"])
 
 
