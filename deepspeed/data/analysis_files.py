@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed.data.analysis_map import ACCUMULATED, SINGLE, Array, Metric, Sum
-from deepspeed.data.index_lists import stable_order
+from deepspeed.data.analysis_map import ACCUMULATED, SINGLE, Metric, Sum
+from deepspeed.data.index_lists import Array, stable_order
 from deepspeed.data.indexed_dataset import data_file_path, find_fit_int_dtype, index_file_path, write_index
 from deepspeed.errors import DataError
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from deepspeed.data.index_lists import Array
 from deepspeed.errors import ArgumentError, DataError
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Report = Callable[[int], None]
 
 SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"

@@ -30,10 +30,10 @@ from deepspeed.data.analysis_map import (
     joined,
     sample_digest,
 )
+from deepspeed.data.indexed_dataset import StrPath
 from deepspeed.errors import ArgumentError, DataError, UsageError
 from deepspeed.foundation.progress_line import CountLine
 
-StrPath = str | os.PathLike[str]
 KINDS = (SINGLE, ACCUMULATED)
 
 

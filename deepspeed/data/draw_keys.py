@@ -25,6 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.errors import UsageError
+from deepspeed.foundation.saved_tensors import in_backward
 
 
 class DrawKey(NamedTuple):
@@ -48,11 +49,6 @@ Counts = tuple[tuple[int, int], dict[int, int]]  # (update, micro-batch), and th
 _REMEMBERED = 4096  # calls of a layer that a recomputation may follow
 _counters: weakref.WeakSet[DrawKeys] = weakref.WeakSet()
 _replayed: ContextVar[dict[int, Counts] | None] = ContextVar("counts of a recomputation, by counter", default=None)
-
-
-def in_backward() -> bool:
-    """Return whether autograd is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class DrawKeys:

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Dataset
 
+from deepspeed.data.index_lists import Array
 from deepspeed.errors import ArgumentError, DataError, UsageError
 
 StrPath = str | os.PathLike[str]
-Array = np.ndarray[Any, np.dtype[Any]]
 Dialect = Literal["deepspeed", "megatron"]
 
 MAGIC = b"MMIDIDX\x00\x00"

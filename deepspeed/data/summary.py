@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from deepspeed.data.analysis_files import RESULTS, result_prefix
-from deepspeed.data.analysis_map import ACCUMULATED, SINGLE, Array
+from deepspeed.data.analysis_map import ACCUMULATED, SINGLE
+from deepspeed.data.index_lists import Array
 from deepspeed.data.indexed_dataset import DTYPES, HEADER, MMapIndexedDataset, data_file_path, index_file_path
 from deepspeed.data.mixture import mixture_shares
 from deepspeed.data.packing import pack

@@ -165,7 +165,7 @@ class StepKeywords:
         if scheduler is None:
             raise UsageError(
                 "convert_to_random_ltd needs data_efficiency.data_routing.random_ltd in the JSON, with `enabled` true "
-                "there and in data_efficiency and data_routing"
+                "there and not false in data_efficiency and data_routing"
             )
         if self._random_ltd is not None:
             raise UsageError("convert_to_random_ltd was called before for this engine")

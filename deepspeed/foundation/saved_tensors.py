@@ -1,4 +1,4 @@
-"""Search for the tensors that autograd has saved for backward in a graph."""
+"""State of autograd: whether it runs backward, and the tensors that it has saved in a graph."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 
 # Of the next node here.
 now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def saved_since(outputs: Iterable[torch.Tensor], since: int) -> Iterator[Any]:

@@ -13,8 +13,9 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import log_dist
+from deepspeed.foundation.saved_tensors import in_backward
 from deepspeed.foundation.timer import HostWallClockTimer
-from deepspeed.zero.parameters.module_hooks import ModuleHooks, in_backward
+from deepspeed.zero.parameters.module_hooks import ModuleHooks
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import PrefetchScheduler
 

@@ -25,7 +25,7 @@ from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.compiler import is_compiled, opaque
 from deepspeed.foundation.module_tree import children_of, own_parameters
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.foundation.saved_tensors import now
+from deepspeed.foundation.saved_tensors import in_backward, now
 from deepspeed.zero.layout.units import owners_of, repeated_blocks
 from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
@@ -86,11 +86,6 @@ class _Call:
     begun: int = -1  # id of the last backward pass that has reached it
     open: set[int] = field(default_factory=set)  # groups with missing gradients, if `inputs` is 0
     arrived: dict[int, int] = field(default_factory=dict)  # number of input gradients so far, by backward pass
-
-
-def in_backward() -> bool:
-    """Return whether autograd is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class ModuleHooks:
