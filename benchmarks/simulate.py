@@ -235,7 +235,14 @@ def one_card(kept: Path, only: str) -> None:
         if only not in model:
             continue
         maker, stage = ("package", int(side[5:])) if side.startswith("stage") else (side, 0)
-        case = {"model": model, "micro": micro, "length": length, "recompute": recompute, "maker": maker, "stage": stage}
+        case = {
+            "model": model,
+            "micro": micro,
+            "length": length,
+            "recompute": recompute,
+            "maker": maker,
+            "stage": stage,
+        }
         made = recorded(kept, **case, ranks=1, clip=1.0, sums="fp32")
         made.blocks.clear()
         name = f"one-card-{model}-{side}"
@@ -247,7 +254,7 @@ def one_card_sides() -> set[tuple[str, int, int, bool, str]]:
     """Model, sequences, tokens of each, whether blocks are computed again, and side of every step."""
     found = set()
     for row in TRAINING:
-        case = {"recompute": False} | row.arguments
+        case: dict[str, Any] = {"recompute": False} | row.arguments
         for side in case["sides"] if "host" not in row.key else ():
             found.add((case["model"], case["micro"], case["length"], case["recompute"], side))
             found.add((*TINY, False, side))

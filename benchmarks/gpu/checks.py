@@ -53,9 +53,7 @@ def _tests(setting: Setting) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
         raise MissingError("no pytest and hypothesis")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=setting.seconds, check=False
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=setting.seconds, check=False)
     print(done.stdout, done.stderr)
     return {"says": " ".join(done.stdout.split()[-20:]), "ok": done.returncode in (0, NO_TESTS)}
 

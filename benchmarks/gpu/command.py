@@ -15,13 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.plan import PARTS, Part, choose
+from benchmarks.gpu.plan import PARTS, START, Part, choose
 from benchmarks.gpu.results import ENDED, MISSING, OK, Key, Results
 from benchmarks.gpu.work import BROKEN, REPOSITORY, probe
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "gpu"
 NO_GPU, LEFT = 2, 3
 GRACE = 10.0  # seconds beyond its time after which a part's process is ended
+SLACK = 30.0  # seconds beyond twice the expected ones after which a row ends its process
+SLOW = 20.0  # factor of these for a rehearsal, on a busy machine without a card
+LOOK = 0.5  # seconds between looks at a process
+OVERDUE = -signal.SIGKILL
 REPORT = 15.0  # seconds kept for the table and the pictures
 LOG = "log.txt"
 
@@ -123,9 +127,10 @@ class Call:
             code, why = self._process(part, keys)
             if code == 0:
                 return
-            key = self.results.open_row(part.name)
-            if key is not None:
-                self.results.append(part.name, key, ENDED, says=f"the process ended in this row: {why}")
+            open_row = self.results.open_row(part.name)
+            if open_row is not None:
+                key, final = open_row["key"], code == OVERDUE
+                self.results.append(part.name, key, ENDED, says=f"the process ended in this row: {why}", final=final)
                 print(f"{part.name}: {key}: {ENDED}: {why}", flush=True)
             elif code != BROKEN:
                 self.results.append(part.name, keys[0], ENDED, says=f"the process ended before this row: {why}")
@@ -133,22 +138,36 @@ class Call:
                 return
 
     def _process(self, part: Part, keys: list[str]) -> tuple[int, str]:
-        """Return the exit code of a part's process, and what there is to say of it."""
+        """Return the exit code of a part's process, and what there is to say of it; `OVERDUE` if it was ended."""
         limit, folder = min(self.until - time.time(), part.limit), self.results.folder
         command = [sys.executable, "-m", "benchmarks.gpu.work", part.name, "--folder", str(folder)]
         command += ["--until", str(time.time() + limit), *(["--rehearse"] if self.rehearse else []), "--keys", *keys]
         folder.mkdir(parents=True, exist_ok=True)
+        began = time.time()
         with (folder / LOG).open("a") as log:
             process = subprocess.Popen(command, cwd=REPOSITORY, env=_environment(), stderr=log, start_new_session=True)
             try:
-                code = process.wait(timeout=limit + GRACE)
-                return code, f"exit code {code}, see {LOG}"
-            except subprocess.TimeoutExpired:
-                return -signal.SIGKILL, f"not over after {limit + GRACE:.0f} s"
+                while True:
+                    try:
+                        code = process.wait(timeout=LOOK)
+                        return code, f"exit code {code}, see {LOG}"
+                    except subprocess.TimeoutExpired:
+                        over = self._overdue(part, began)
+                        if over or time.time() > began + limit + GRACE:
+                            return OVERDUE, over or f"not over after {limit + GRACE:.0f} s"
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+    def _overdue(self, part: Part, began: float) -> str:
+        """Return the reason to end a part's process: its row, or its start, takes several times what it should."""
+        open_row = self.results.open_row(part.name)
+        expected, since = START, began
+        if open_row is not None:
+            expected, since = next(row.seconds for row in part.rows if row.key == open_row["key"]), open_row["when"]
+        allowed = (2 * expected + SLACK) * (SLOW if self.rehearse else 1)
+        return f"not over after {allowed:.0f} s" if time.time() - max(since, began) > allowed else ""
 
 
 def _report(folder: Path) -> int:

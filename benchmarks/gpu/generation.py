@@ -1,4 +1,4 @@
-"""Generation of a Llama of 1.2 B with random weights: each way to attend, captured or not, beside Transformers and vLLM.
+"""Generation of a Llama of 1.2 B with random weights: each way to attend, captured or not, beside others.
 
 Sides are the package as it chooses by itself ("ours"), the same over each way that the machine has, and, where the
 generator has captured passes, each with them off. All are over one model in bf16, made on the card.
@@ -29,10 +29,14 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.inference import Generator, Request
 from deepspeed.inference.executors import attention_ways
 
-SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 16384}  # fmt: skip
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 16384,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024,
+}  # fmt: skip
 HF = "Transformers"
 OURS = "ours"
 WAYS = ("gathered", "flash", "kernels")

@@ -146,7 +146,9 @@ PARTS = (
         "simulator",
         "Simulated steps beside those of the part `training`",
         "benchmarks.gpu.simulated:measure",
-        tuple(Row(row.key, 4, row.worth, row.arguments | {"row": row.key}) for row in TRAINING if "host" not in row.key),
+        tuple(
+            Row(row.key, 4, row.worth, row.arguments | {"row": row.key}) for row in TRAINING if "host" not in row.key
+        ),
     ),
 )
 

@@ -43,7 +43,9 @@ def _heading(rows: dict[Key, Facts]) -> str:
         states[state] = states.get(state, 0) + 1
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     emulated = " **Emulated device: its times say nothing.**" if _emulated(rows) else ""
-    return f"{len(wanted)} rows: {counts}. {', '.join(dates) or 'no date'}; sources {', '.join(trees) or '-'}.{emulated}"
+    return (
+        f"{len(wanted)} rows: {counts}. {', '.join(dates) or 'no date'}; sources {', '.join(trees) or '-'}.{emulated}"
+    )
 
 
 def _emulated(rows: dict[Key, Facts]) -> bool:

@@ -37,21 +37,22 @@ class Results:
         return found
 
     def rows(self) -> dict[Key, Facts]:
-        """Return the newest finished line of each row. A row that ended its process `TRIES` times counts as finished."""
+        """Return the newest finished line of each row. A row that ended its process counts as finished
+        after `TRIES` times, or at once if it was `final`: not over in time."""
         finished: dict[Key, Facts] = {}
         ends: dict[Key, int] = {}
         for line in self.lines():
             key = line["part"], line["key"]
             if line["state"] == ENDED:
                 ends[key] = ends.get(key, 0) + 1
-            if line["state"] not in (BEGUN, ENDED) or ends.get(key, 0) >= TRIES:
+            if line["state"] not in (BEGUN, ENDED) or ends.get(key, 0) >= TRIES or line.get("final"):
                 finished[key] = line
         return finished
 
-    def open_row(self, part: str) -> str | None:
-        """Return the key of the part's row that was begun last and has no end, or None."""
+    def open_row(self, part: str) -> Facts | None:
+        """Return the line with which the part's last row was begun if it has no end, or None."""
         own = [line for line in self.lines() if line["part"] == part]
-        return own[-1]["key"] if own and own[-1]["state"] == BEGUN else None
+        return own[-1] if own and own[-1]["state"] == BEGUN else None
 
     def append(self, part: str, key: str, state: str, **facts: Any) -> None:
         """Append one line, and wait until the disk has it."""

@@ -66,4 +66,3 @@ def measure(
     says = ", ".join(f"{each['side']} {each['ms']:.1f} ms, measured {each['measured ms']:.1f}" for each in records)
     says += f"; off by {math.exp(worst) - 1:.0%} at most" + (f"; no recording of {', '.join(absent)}" if absent else "")
     return {"says": says, "sides": records}
-

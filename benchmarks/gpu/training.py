@@ -111,7 +111,7 @@ def _ddp(case: Case, silent: bool) -> Side:
 
 
 def side_of(name: str, case: Case, setting: Setting) -> Side:
-    """A side by its name: `ddp`, `fsdp2`, `fsdp2-offload`, `stage0` … `stage3`, `stage2-optimizer-cpu`, `stage3-all-cpu`."""
+    """A side by its name: `ddp`, `fsdp2`, `fsdp2-offload`, `stage0` … `stage3`, with `-optimizer-cpu` or `-all-cpu`."""
     if name == "ddp":
         return _ddp(case, setting.rehearse)
     if name.startswith("fsdp2"):
