@@ -73,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
 def _card(rehearse: bool) -> tuple[str, str]:
     """Return the card's name and torch's version as another process sees them; empty where there is none."""
     command = [sys.executable, "-m", "benchmarks.gpu", "probe", *(["--rehearse"] if rehearse else [])]
-    told = subprocess.run(command, cwd=REPOSITORY, env=_environment(), stdout=subprocess.PIPE, text=True, check=False)
+    told = subprocess.run(
+        command, cwd=REPOSITORY, env=_environment(rehearse), stdout=subprocess.PIPE, text=True, check=False
+    )
     name, _, version = told.stdout.strip().partition("\n")
     return (name, version) if told.returncode == 0 else ("", "")
 
@@ -90,13 +92,14 @@ def _folder(out: Path, card: str, fresh: bool) -> Path:
     return out / (f"{today}-{len(same) + 1}" if same else today)
 
 
-def _environment() -> dict[str, str]:
+def _environment(rehearse: bool) -> dict[str, str]:
     """The variables of a part's process: one rank, this repository's package first, the card as its device."""
     with socket.socket() as probed:
         probed.bind(("127.0.0.1", 0))
         port = probed.getsockname()[1]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     ranks = {name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")} | {"RANK": "0", "LOCAL_RANK": "0"}
+    ranks |= {"OMP_NUM_THREADS": "1"} if rehearse else {}
     return os.environ | ranks | {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                                  "DS_ACCELERATOR": "cuda", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 
@@ -123,16 +126,16 @@ class Call:
     def run(self, part: Part, parts: list[Part]) -> None:
         """Run a part's process, again where it ended before its rows were done, while rows of it fit into the time."""
         following = parts[parts.index(part) :]
-        while keys := choose(following, self._done(), self.until - time.time()).get(part.name, []):
+        while keys := choose(following, done := self._done(), self.until - time.time()).get(part.name, []):
             code, why = self._process(part, keys)
-            if code == 0:
+            if code == 0 and self._done() == done:  # the rest takes longer than is left
                 return
             open_row = self.results.open_row(part.name)
             if open_row is not None:
                 key, final = open_row["key"], code == OVERDUE
                 self.results.append(part.name, key, ENDED, says=f"the process ended in this row: {why}", final=final)
                 print(f"{part.name}: {key}: {ENDED}: {why}", flush=True)
-            elif code != BROKEN:
+            elif code not in (0, BROKEN):
                 self.results.append(part.name, keys[0], ENDED, says=f"the process ended before this row: {why}")
                 print(f"{part.name}: {ENDED} before its first row: {why}", flush=True)
                 return
@@ -145,7 +148,9 @@ class Call:
         folder.mkdir(parents=True, exist_ok=True)
         began = time.time()
         with (folder / LOG).open("a") as log:
-            process = subprocess.Popen(command, cwd=REPOSITORY, env=_environment(), stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=_environment(self.rehearse), stderr=log, start_new_session=True
+            )
             try:
                 while True:
                     try:

@@ -218,7 +218,7 @@ def floor_bytes(model: Any, batch: int, context: int) -> int:
 
 def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
     """Milliseconds of a further token of every sequence, and of the first one; the latter are medians beside."""
-    model, new = _model(setting.rehearse), setting.pick(32, 4)
+    model, new = _model(setting.rehearse), setting.pick(32, 3)
     batch, context = setting.pick(batch, min(batch, 2)), setting.pick(context, 24)
     prompts = [tokens(model, context, seed) for seed in range(batch)]
     firsts: dict[str, list[float]] = {}
@@ -231,7 +231,7 @@ def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         sides, absent = _sides(setting, stack, ("", *WAYS))
         turns = {name: functools.partial(turn, name, write) for name, write in sides.items()}
-        records = compare(turns, HF, setting.pick(setting.seconds / 2, 1.0))
+        records = compare(turns, HF, setting.pick(setting.seconds / 2, 1.0), setting.fewest)
     measured = Results(setting.folder).rows().get(("environment", "ceilings"), {}).get("bandwidth")
     nbytes = floor_bytes(model, batch, context + new // 2)
     for record in records:
@@ -262,7 +262,12 @@ def _throughput(setting: Setting) -> dict[str, Any]:
         made, absent = _generators(setting, stack, ("", *WAYS))
         turns = {name: functools.partial(timed, functools.partial(_wave, g, wanted)) for name, g in made.items()}
         padded = functools.partial(hugging_face, model, [prompt for prompt, _ in wanted], longest)
-        records = compare({f"{HF}, padded": lambda: timed(padded), **turns}, f"{HF}, padded", setting.seconds / 2)
+        records = compare(
+            {f"{HF}, padded": lambda: timed(padded), **turns},
+            f"{HF}, padded",
+            setting.pick(setting.seconds / 2, 1.0),
+            setting.fewest,
+        )
     for record in records:
         record["tokens per second"] = useful / record["ms"] * 1e3
     ours = next(record for record in records if record["side"] == OURS)
@@ -289,6 +294,7 @@ def _vllm(setting: Setting) -> dict[str, Any]:
                 "ours, wave": lambda: timed(lambda: _wave(ours, wanted))}  # fmt: skip
         single = {"vLLM, a token": lambda: token(lambda count: peer(prompt, [count])),
                   "ours, a token": lambda: token(lambda count: ours.generate(prompt, greedy(count)))}  # fmt: skip
-        records = compare(wave, "vLLM, wave", setting.seconds / 4) + compare(single, "vLLM, a token", 10)
+        records = compare(wave, "vLLM, wave", setting.seconds / 4, setting.fewest)
+        records += compare(single, "vLLM, a token", 10, setting.fewest)
     says = ", ".join(f"{record['side']} {record['ms']:.2f} ms" for record in records)
     return {"says": _says(says, absent), "sides": records}

@@ -67,6 +67,11 @@ class Setting:
     folder: Path
     seconds: float
 
+    @property
+    def fewest(self) -> int:
+        """Rounds of a comparison at least; with fewer than six pairs a median has no 95 % interval."""
+        return self.pick(6, 2)
+
     def pick(self, card: T, rehearsed: T) -> T:
         """Return the size for a card, or the one for the rehearsal."""
         return rehearsed if self.rehearse else card

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.common import median_interval
 
-FEWEST = 6  # with fewer pairs a median has no 95 % interval
 Side = Callable[[], float]  # seconds of one turn
 
 
@@ -25,19 +24,22 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def compare(sides: dict[str, Side], reference: str, seconds: float, most: int = 15) -> list[dict[str, Any]]:
+def compare(
+    sides: dict[str, Side], reference: str, seconds: float, fewest: int, most: int = 15
+) -> list[dict[str, Any]]:
     """Return a record for each side: milliseconds and the paired ratio to the reference, with its 95 % interval.
 
     Args:
         sides: the sides; each answers with the seconds of its turn.
         reference: the side that others are divided by.
-        seconds: after which no further round begins; `FEWEST` rounds behind an uncounted one are taken in any case.
+        seconds: after which no further round begins.
+        fewest: rounds that are taken in any case, behind one that is not counted.
         most: rounds at most.
     """
     order, until = random.Random(0), time.perf_counter() + seconds
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(most + 1):
-        if number > FEWEST and time.perf_counter() > until:
+        if number > fewest and time.perf_counter() > until:
             break
         for name in order.sample(list(sides), len(sides)):
             took = max(sides[name](), 1e-9)

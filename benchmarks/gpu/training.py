@@ -147,7 +147,7 @@ def _compared(setting: Setting, names: list[str], case: Case) -> dict[str, Any]:
             gc.collect()
             side.nbytes = torch.cuda.memory_allocated() - before
         turns = {name: functools.partial(_turn, side, tokens) for name, side in built.items()}
-        records = compare(turns, names[0], setting.pick(setting.seconds / 3, 0.5))
+        records = compare(turns, names[0], setting.pick(setting.seconds / 3, 0.5), setting.fewest)
     finally:
         for side in built.values():
             side.end()

@@ -150,14 +150,22 @@ def test_a_process_that_ends_is_followed_by_another(tmp_path: Path, monkeypatch:
             call.results.append(part.name, key, OK)
             if key == "lost":
                 return work.BROKEN, ""
+            if key == "last":
+                return 0, ""  # the part's limit is reached
         return 0, ""
 
     monkeypatch.setattr(command.Call, "_process", process)
-    part = part_of("lost", "crash", "last")
+    part = part_of("lost", "crash", "last", "rest")
     call_of(tmp_path).run(part, [part])
-    assert started == [["lost", "crash", "last"], ["crash", "last"], ["crash", "last"], ["last"]]
+    assert started == [
+        ["lost", "crash", "last", "rest"],
+        ["crash", "last", "rest"],
+        ["crash", "last", "rest"],
+        ["last", "rest"],
+        ["rest"],
+    ]
     states = {key: line["state"] for (_, key), line in Results(tmp_path).rows().items()}
-    assert states == {"lost": OK, "crash": ENDED, "last": OK}
+    assert states == {"lost": OK, "crash": ENDED, "last": OK, "rest": OK}
     started.clear()
     call_of(tmp_path, again=time.time() + 1).run(part, [part])  # the clock of a later call
     assert started[0] == ["crash"], "only what is not ok is measured again"
