@@ -103,8 +103,10 @@ def _ways(way: str, setting: Setting) -> list[Any]:
         if importlib.util.find_spec("triton") is None:
             raise MissingError("kernels: no Triton")
         from tests.kernels.interpreter import interpreted
+        from tests.kernels.moved import MovedKernels
 
-        return [attention_ways.KernelWay(interpreted("paged_attention"))]
+        # The interpreter reads host memory, and checks that addresses lie in the tensors that it was given.
+        return [attention_ways.KernelWay(MovedKernels(interpreted("paged_attention"), torch.device("cpu")))]
     if way == "kernels":
         from deepspeed.ops.triton.load import load_kernels
 
