@@ -39,7 +39,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 HF = "Transformers"
 OURS = "ours"
-WAYS = ("gathered", "flash", "kernels")
+WAYS = ("", "gathered", "flash", "kernels")  # "": the package's own choice
+TIMED = WAYS[:3]  # with kernels for its pages of 16 tokens, the package's choice is "kernels"
 FLASH_PAGE, PAGE = 256, 16
 CLOSE = 0.02  # of the largest logit: how far a token may be under the likeliest, if Transformers' own is not further
 Write = Callable[[list[list[int]], int], list[list[int]]]  # prompts and how many tokens each; the answers
@@ -88,30 +89,57 @@ def capture_option() -> str | None:
     return next((name for name in inspect.signature(Generator.__init__).parameters if "graph" in name), None)
 
 
+class _Interpreted:
+    """The kernels of all files, by Triton's interpreter, which reads host memory alone: see `MovedKernels`."""
+
+    def has(self, variant: Any) -> bool:
+        return True
+
+    def prepare(self, variants: Any) -> None:
+        pass
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Any) -> None:
+        from tests.kernels.interpreter import interpreted
+
+        interpreted(variant.module).launch(variant, grid, arguments)
+
+
+def _kernels(setting: Setting) -> attention_ways.KernelWay:
+    """Return the way by kernels: compiled ones, or interpreted ones in a rehearsal.
+
+    Raises:
+        MissingError: there are none.
+    """
+    if not setting.rehearse:
+        from deepspeed.ops.triton.load import load_kernels
+
+        try:
+            return attention_ways.KernelWay(load_kernels())
+        except DeepSpeedError as error:
+            raise MissingError(f"kernels: {error}") from error
+    if importlib.util.find_spec("triton") is None:
+        raise MissingError("kernels: no Triton")
+    from tests.kernels.moved import MovedKernels
+
+    return attention_ways.KernelWay(MovedKernels(_Interpreted(), torch.device("cpu")))
+
+
 def _ways(way: str, setting: Setting) -> list[Any]:
-    """Return the entries of `attention_ways` for a way.
+    """Return the entries of `attention_ways` for a way; what else a pass needs kernels for goes by kernels if it can.
 
     Raises:
         MissingError: this machine or this torch does not have it.
     """
-    if way == "flash":
-        function = attention_ways.flash_function()
-        if function is None or setting.rehearse:
-            raise MissingError("flash: torch's varlen_attn has no block tables here")
-        return [attention_ways.FlashWay(function)]
-    if way == "kernels" and setting.rehearse:
-        if importlib.util.find_spec("triton") is None:
-            raise MissingError("kernels: no Triton")
-        from tests.kernels.interpreter import interpreted
-        from tests.kernels.moved import MovedKernels
-
-        # The interpreter reads host memory, and checks that addresses lie in the tensors that it was given.
-        return [attention_ways.KernelWay(MovedKernels(interpreted("paged_attention"), torch.device("cpu")))]
+    if way == "gathered":
+        return []
     if way == "kernels":
-        from deepspeed.ops.triton.load import load_kernels
-
-        return [attention_ways.KernelWay(load_kernels())]
-    return []
+        return [_kernels(setting)]
+    function = attention_ways.flash_function()
+    if function is None or setting.rehearse:
+        raise MissingError("flash: torch's varlen_attn has no block tables here")
+    with contextlib.suppress(MissingError):
+        return [attention_ways.FlashWay(function), _kernels(setting)]
+    return [attention_ways.FlashWay(function)]
 
 
 def generator_of(model: Any, setting: Setting, way: str = "", captured: bool | None = None) -> Generator:
@@ -123,29 +151,39 @@ def generator_of(model: Any, setting: Setting, way: str = "", captured: bool | N
     options: dict[str, Any] = {} if captured is None else {str(capture_option()): captured}
     chosen = contextlib.nullcontext()
     if way:
-        try:
-            ways = _ways(way, setting)
-        except DeepSpeedError as error:
-            raise MissingError(f"{way}: {error}") from error
+        ways = _ways(way, setting)
         chosen = mock.patch.object(attention_ways, "ways_of", lambda _: (ways, ""))
     with chosen:
         generator = Generator(
             model, prefix_cache=False, cache_bytes=setting.pick(2 << 30, 1 << 22), max_sequences=64,
             page_size=FLASH_PAGE if way == "flash" else PAGE, max_batch_tokens=setting.pick(8192, 256), **options,
         )  # fmt: skip
-    used = {entry[0].name for entry in getattr(generator._executor, "ways", {}).values()}
+    used = _used(generator)
     if way in ("flash", "kernels") and used != {way}:
         generator.close()
         raise MissingError(f"{way}: the generator does not take it (the log has the reason)")
     return generator
 
 
+def _used(generator: Generator) -> set[str]:
+    """Return the names of the ways that layers take; none if pages are gathered."""
+    return {entry[0].name for entry in (getattr(generator._executor, "ways", None) or {}).values()}
+
+
+def _described(generator: Generator) -> str:
+    return (
+        f"ours is {type(generator._executor).__name__}, attention by {', '.join(_used(generator)) or 'gathered pages'}"
+    )
+
+
 def _generators(setting: Setting, stack: contextlib.ExitStack, ways: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    """Return our generators by side, and what is not there."""
+    """Return our generators by side, and what there is to say of them."""
     made: dict[str, Any] = {}
     absent = []
     switches = [None] if capture_option() is None else [None, False]
     for way, captured in itertools.product(ways, switches):
+        if way == "gathered" and captured is False:
+            continue  # goes through the model's modules, which are not captured
         name = (f"{OURS}, {way}" if way else OURS) + ("" if captured is None else ", not captured")
         try:
             made[name] = generator_of(_model(setting.rehearse), setting, way, captured)
@@ -154,7 +192,9 @@ def _generators(setting: Setting, stack: contextlib.ExitStack, ways: tuple[str, 
             absent.append(str(error))
     if capture_option() is None:
         absent.append("captured passes: this tree has none")
-    return made, "; ".join(dict.fromkeys(absent))
+    return made, "; ".join(
+        [_described(made[OURS]), *(["not there: " + "; ".join(dict.fromkeys(absent))] if absent else [])]
+    )
 
 
 def _write(generator: Generator) -> Write:
@@ -162,17 +202,13 @@ def _write(generator: Generator) -> Write:
 
 
 def _sides(setting: Setting, stack: contextlib.ExitStack, ways: tuple[str, ...]) -> tuple[dict[str, Write], str]:
-    made, absent = _generators(setting, stack, ways)
+    made, note = _generators(setting, stack, ways)
     model = _model(setting.rehearse)
     sides: dict[str, Write] = {HF: lambda prompts, new: hugging_face(model, prompts, new)}
-    return sides | {name: _write(generator) for name, generator in made.items()}, absent
+    return sides | {name: _write(generator) for name, generator in made.items()}, note
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def _says(text: str, absent: str) -> str:
-    return f"{text}; not there: {absent}" if absent else text
 
 
 @torch.no_grad()
@@ -191,7 +227,7 @@ def _tokens(setting: Setting) -> dict[str, Any]:
     model, new = _model(setting.rehearse), setting.pick(32, 6)
     prompts = [tokens(model, length, length) for length in setting.pick((5, 40, 130, 600), (5, 40))]
     with contextlib.ExitStack() as stack:
-        sides, absent = _sides(setting, stack, ("", *WAYS))
+        sides, note = _sides(setting, stack, WAYS)
         answers = {name: write(prompts, new) for name, write in sides.items()}
     gaps = {name: _gaps(model, prompts, texts) for name, texts in answers.items()}
     pairs = [pair for texts in zip(answers[OURS], answers[HF], strict=True) for pair in zip(*texts, strict=True)]
@@ -207,7 +243,7 @@ def _tokens(setting: Setting) -> dict[str, Any]:
     says = f"fp32: {'equal' if equal else 'NOT equal'}; bf16: {same} of {len(pairs)} equal, under the likeliest " + (
         ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     )
-    return {"says": _says(says, absent), "ok": equal and not far, "gaps": gaps}
+    return {"says": f"{says}; {note}", "ok": equal and not far, "gaps": gaps}
 
 
 def floor_bytes(model: Any, batch: int, context: int) -> int:
@@ -231,7 +267,7 @@ def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
         return (timed(lambda: write(prompts, new)) - first) / (new - 1)
 
     with contextlib.ExitStack() as stack:
-        sides, absent = _sides(setting, stack, ("", *WAYS))
+        sides, note = _sides(setting, stack, TIMED)
         turns = {name: functools.partial(turn, name, write) for name, write in sides.items()}
         records = compare(turns, HF, setting.pick(setting.seconds / 2, 1.0), setting.fewest)
     measured = Results(setting.folder).rows().get(("environment", "ceilings"), {}).get("bandwidth")
@@ -243,7 +279,7 @@ def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
     ours = next(record for record in records if record["side"] == OURS)
     says = f"a token {ours['ms']:.2f} ms, {ours['ratio']:.3f} x Transformers'"
     says += f", {ours['of the floor']:.2f} x the time of {nbytes / 1e9:.2f} GB" if measured else ""
-    return {"says": _says(says, absent), "sides": records, "floor bytes": nbytes}
+    return {"says": f"{says}; {note}", "sides": records, "floor bytes": nbytes}
 
 
 def _wave(generator: Generator, wanted: list[tuple[list[int], int]]) -> None:
@@ -261,7 +297,7 @@ def _throughput(setting: Setting) -> dict[str, Any]:
         wanted = [(prompt[:20], 4) for prompt, _ in wanted]
     useful, longest = sum(new for _, new in wanted), max(new for _, new in wanted)
     with contextlib.ExitStack() as stack:
-        made, absent = _generators(setting, stack, ("", *WAYS))
+        made, note = _generators(setting, stack, TIMED)
         turns = {name: functools.partial(timed, functools.partial(_wave, g, wanted)) for name, g in made.items()}
         padded = functools.partial(hugging_face, model, [prompt for prompt, _ in wanted], longest)
         records = compare(
@@ -274,7 +310,7 @@ def _throughput(setting: Setting) -> dict[str, Any]:
         record["tokens per second"] = useful / record["ms"] * 1e3
     ours = next(record for record in records if record["side"] == OURS)
     says = f"{ours['tokens per second']:,.0f} useful tokens a second, {ours['ratio']:.3f} x Transformers' time"
-    return {"says": _says(says, absent), "sides": records}
+    return {"says": f"{says}; {note}", "sides": records}
 
 
 def _vllm(setting: Setting) -> dict[str, Any]:
@@ -285,7 +321,7 @@ def _vllm(setting: Setting) -> dict[str, Any]:
     generate.PEERS["vllm"] = sys.executable
     wanted, prompt, new = requests(model), [tokens(model, 128, 0)], 32
     with generate.peers_of(model, len(wanted), 512, ["vllm"]) as (peer,), contextlib.ExitStack() as stack:
-        made, absent = _generators(setting, stack, ("",))
+        made, note = _generators(setting, stack, ("",))
         ours = made[OURS]
         prompts, lengths = [each for each, _ in wanted], [count for _, count in wanted]
 
@@ -299,4 +335,4 @@ def _vllm(setting: Setting) -> dict[str, Any]:
         records = compare(wave, "vLLM, wave", setting.seconds / 4, setting.fewest)
         records += compare(single, "vLLM, a token", 10, setting.fewest)
     says = ", ".join(f"{record['side']} {record['ms']:.2f} ms" for record in records)
-    return {"says": _says(says, absent), "sides": records}
+    return {"says": f"{says}; {note}", "sides": records}
