@@ -41,7 +41,8 @@ class MovedKernels:
             storage = value.untyped_storage()
             key = storage.data_ptr(), value.dtype
             if key not in storages:
-                whole = value.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
+                # By `data`, copying back does not count as a change of a weight.
+                whole = value.data.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
                 storages[key] = whole, whole.to(self.device, copy=True)
             return storages[key][1].as_strided(value.shape, value.stride(), value.storage_offset())
 
