@@ -173,13 +173,15 @@ def test_a_process_that_ends_is_followed_by_another(tmp_path: Path, monkeypatch:
 
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = tmp_path / "python"
-    sleeper.write_text("#!/bin/sh\nsleep 60\n")
+    sleeper.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
     monkeypatch.setattr(command, "GRACE", 0.1)
     began = time.time()
     code, why = call_of(tmp_path / "card")._process(replace(part_of("a"), limit=0.3), ["a"])
     assert code == -signal.SIGKILL and "not over after" in why and time.time() - began < 20
+    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
+    assert not status.exists() or "zombie" in status.read_text(), "what the process had started goes on"
 
 
 def test_a_row_that_takes_too_long_is_left_alone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
