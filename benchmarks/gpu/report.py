@@ -82,12 +82,13 @@ def _draw(folder: Path, part: Part, rows: dict[Key, Facts]) -> Path | None:
         for side in rows.get((part.name, row.key), {}).get("sides", []):
             if side["side"] != side["reference"]:
                 names.append(f"{row.key}: {side['side']}")
-                records.append(side | {"high": side["high"] if math.isfinite(side["high"]) else side["ratio"]})
+                known = math.isfinite(side["high"])  # too few rounds have no interval
+                records.append(side if known else side | {"low": side["ratio"], "high": side["ratio"]})
     if not records:
         return None
     from benchmarks.common import draw_ratios
 
     path = folder / f"{part.name}.png"
-    note = "EMULATED, no times of a card: " if _emulated(rows) else ""
-    draw_ratios(names, records, note + LABELS.get(part.name, "ratio"), path)
+    note = "EMULATED, no times of a card\n" if _emulated(rows) else ""
+    draw_ratios(names, records, f"{note}{LABELS.get(part.name, 'ratio')}\n", path)
     return path
