@@ -79,7 +79,7 @@ class PassSizes:
             ArgumentError: a size is below 1.
         """
         if min(sequences, pages, page_size, count) < 1:
-            raise ArgumentError(f"a pass of {sequences} sequences, {count} rows each, {pages} pages: at least 1 of each")
+            raise ArgumentError(f"a pass has at least 1 of each: {sequences} sequences, {count} rows, {pages} pages")
         rows, few = sequences * count, count <= tiling.narrow
         every = sequences * -(-count // tiling.whole)
         return cls(

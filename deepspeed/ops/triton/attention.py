@@ -288,7 +288,10 @@ def attend_pages(
 
 
 def _check(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows | PlannedRows,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows | PlannedRows,
     sinks: torch.Tensor | None,
 ) -> None:
     """Raise ArgumentError unless the shapes fit each other."""
