@@ -123,9 +123,11 @@ class CudaAccelerator(Accelerator):
     def create_graph(self) -> torch.cuda.CUDAGraph:
         return torch.cuda.CUDAGraph()
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Return a context that records operations into `graph`; `pool` and `stream` as in `torch.cuda.graph`."""
-        return torch.cuda.graph(graph, pool=pool, stream=stream)
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, error_mode: str = "global"
+    ) -> AbstractContextManager[None]:
+        """Return a context that records operations into `graph`; other arguments as in `torch.cuda.graph`."""
+        return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=error_mode)
 
     def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

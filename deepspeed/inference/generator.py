@@ -22,6 +22,7 @@ from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapte
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
+from deepspeed.inference.executors.captured import capture_passes
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
@@ -81,6 +82,8 @@ class Generator:
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.
+        cuda_graphs: on a GPU, capture passes of next tokens as CUDA graphs where they run by kernels alone: at the
+            start, by padded number of sequences, at most 12. Other passes, and all passes on a CPU, run eagerly.
 
     Raises:
         RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
@@ -107,6 +110,7 @@ class Generator:
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
         for name, size in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
@@ -122,7 +126,7 @@ class Generator:
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
-        self._lossless = lossless_weights
+        self._lossless, self._cuda_graphs = lossless_weights, cuda_graphs
         self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
         self._choose_executor()
         self._draft = self._make_draft(draft_model, lossless_weights)
@@ -155,6 +159,10 @@ class Generator:
         self._scheduler = Scheduler(
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
+        if self._cuda_graphs:
+            longest = self.packed_length or 0
+            most = min(max_sequences, max_batch_tokens)
+            capture_passes(self._executor, most, longest, self._speculation, DRAFTING_STREAMS)
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -351,7 +359,9 @@ class Generator:
             waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
             scheduler, pages = self._scheduler, self.pages
             counts = scheduler.preemptions, scheduler.looked_up, scheduler.reused, self._drafts, self._accepted_drafts
-            return EngineStats(running, waiting, pages.available, pages.count, *counts)
+            captured = getattr(self._executor, "captured", None)
+            graphs = (captured.graphs, captured.bytes, captured.replays) if captured is not None else ()
+            return EngineStats(running, waiting, pages.available, pages.count, *counts, *graphs)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
@@ -465,6 +475,11 @@ class Generator:
             self.refresh()
             if self._executor is not None:
                 self._executor.store = self._executor.store.resized(0, self.pages.size)
+                self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        if (captured := getattr(self._executor, "captured", None)) is not None:
+            captured.drop()
 
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
@@ -474,6 +489,7 @@ class Generator:
             self._closed = True
             if self._executor is not None:
                 self._executor.store.layers.clear()
+                self._drop_graphs()
             if self._draft is not None:
                 self._draft.close()
 
