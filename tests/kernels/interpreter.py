@@ -153,6 +153,17 @@ class InterpretedKernels:
         self.bytes.update(bounds.bytes)
 
 
+class AllInterpreted(InterpretedKernels):
+    """The kernels of all files of `deepspeed.ops.triton`."""
+
+    def __init__(self) -> None:
+        super().__init__(importlib.import_module("deepspeed.ops.triton.row_kernels"))
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        self.module = importlib.import_module(f"deepspeed.ops.triton.{variant.module}")
+        super().launch(variant, grid, arguments)
+
+
 def interpreted(name: str) -> InterpretedKernels:
     """The kernels of a file of `deepspeed.ops.triton`."""
     return InterpretedKernels(importlib.import_module(f"deepspeed.ops.triton.{name}"))

@@ -23,6 +23,7 @@ from deepspeed.inference.executors.native_structure import NativeStructure
 from deepspeed.inference.executors.native_tensors import Heads, Pass, functions
 from deepspeed.inference.executors.paged import KVCache, Mask, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
+from deepspeed.inference.executors.rotation_table import CALL, rotations
 from deepspeed.inference.executors.structure import EMBEDDING, HEAD, Reader
 from deepspeed.inference.quantization.lossless_bf16 import Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight
@@ -32,7 +33,6 @@ from deepspeed.inference.trained_lora import TrainedLora
 from deepspeed.native import KINDS, threads
 
 LARGEST_HEAD = 512  # maximum head size of attention.cpp
-TABLE = 512  # positions per rotary call
 ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
 MOVED = 32 << 20  # bytes after which freed memory is returned to the system
 # Tolerances of a part's change to the residual stream: relative to its size, and to the rounding of the stream.
@@ -112,17 +112,11 @@ class FusedExecutor:
         have = len(self._cosines)
         if end <= have:
             return
-        most = max(end, 2 * have, TABLE)
+        most = max(end, 2 * have, CALL)
         most = min(most, max(end, self._furthest)) if self._furthest else most  # longer ones would change all rotations
-        tables = [[self._cosines], [self._sines]] if have else [[], []]
-        rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))  # undoes what a longer text has changed
-        for start in range(have, most, TABLE):
-            positions = torch.arange(start, min(start + TABLE, most))[None]
-            for parts, rotations in zip(tables, rotary(torch.zeros(1), positions), strict=True):
-                parts.append(rotations[0].float())
-        self._cosines, self._sines = (torch.cat(parts).contiguous() for parts in tables)
-        if self._cosines.dim() != 2 or self._cosines.shape != self._sines.shape or self._cosines.shape[1] % 2:
-            raise PackingError(f"its rotations have shape {tuple(self._cosines.shape)}")
+        more = rotations(rotary, have, most)
+        parts = zip((self._cosines, self._sines), more, strict=True) if have else ((new,) for new in more)
+        self._cosines, self._sines = (torch.cat(part).contiguous() for part in parts)
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:

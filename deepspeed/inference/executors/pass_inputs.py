@@ -51,6 +51,7 @@ class PassSizes:
         ends: rows up to the last sequence with few new rows.
         most: largest number of new rows of a sequence.
         length: longest context, or what it is padded to.
+        every: whether all rows are those with requested logits.
     """
 
     rows: int
@@ -63,9 +64,12 @@ class PassSizes:
     ends: int
     most: int
     length: int
+    every: bool
 
     @classmethod
-    def decode(cls, sequences: int, pages: int, page_size: int, tiling: Tiling, count: int = 1) -> PassSizes:
+    def decode(
+        cls, sequences: int, pages: int, page_size: int, tiling: Tiling, count: int = 1, multiple: int = 1
+    ) -> PassSizes:
         """Return the sizes of a padded pass with `count` rows of each sequence, all with requested logits.
 
         Args:
@@ -74,6 +78,7 @@ class PassSizes:
             page_size: tokens per page.
             tiling: rows of a tile.
             count: rows of each sequence: 1, or a draft's tokens and the one before them.
+            multiple: number of which the rows become a multiple.
 
         Raises:
             ArgumentError: a size is below 1.
@@ -81,10 +86,11 @@ class PassSizes:
         if min(sequences, pages, page_size, count) < 1:
             raise ArgumentError(f"a pass has at least 1 of each: {sequences} sequences, {count} rows, {pages} pages")
         rows, few = sequences * count, count <= tiling.narrow
-        every = sequences * -(-count // tiling.whole)
+        every, ends = sequences * -(-count // tiling.whole), rows if few else 0
+        rows = -(-rows // multiple) * multiple
         return cls(
-            rows, sequences, pages, rows, sequences if few else 0, 0 if few else every, every, rows if few else 0,
-            count, pages * page_size,
+            rows, sequences, pages, rows, sequences if few else 0, 0 if few else every, every, ends, count,
+            pages * page_size, True,
         )  # fmt: skip
 
     @classmethod
@@ -98,16 +104,17 @@ class PassSizes:
         narrow = sum(count <= tiling.narrow for count in counts)
         tiles = [-(-count // tiling.whole) for count in counts]
         rest = sum(n for n, count in zip(tiles, counts, strict=True) if count > tiling.narrow)
-        length = max(span.end for span in spans)
+        length, every = max(span.end for span in spans), rows == wanted
         rows, wanted = (-(-number // multiple) * multiple for number in (rows, wanted))
         return cls(
-            rows, len(spans), -(-length // page_size), wanted, narrow, rest, sum(tiles), ends, max(counts), length
-        )
+            rows, len(spans), -(-length // page_size), wanted, narrow, rest, sum(tiles), ends, max(counts), length,
+            every,
+        )  # fmt: skip
 
     def fits(self, other: PassSizes) -> bool:
         """Whether a pass of these sizes can be padded to `other`."""
         mine, theirs = vars(self), vars(other)
-        return all(mine[name] <= theirs[name] for name in mine)
+        return self.every == other.every and all(mine[name] <= theirs[name] for name in mine)
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor of the buffer, in their order."""
