@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ class Capturable(Protocol):
     store: Any
     tiling: Tiling
     version: int
+    block: int
     samples: bool
     captured: Any
 
@@ -116,8 +117,7 @@ class CapturedPasses:
         try:
             executor.reserve(self._length)
             for sequences, count in reversed(self._shapes):  # the largest first: smaller ones fit into its memory
-                pages = min(-(-self._length // executor.store.size), max(MOST_PAGES // sequences, 1))
-                sizes = PassSizes.decode(sequences, pages, executor.store.size, executor.tiling, count)
+                sizes = _sizes(executor, sequences, count, self._length)
                 self._passes.insert(0, _captured(executor, sizes, pool, stream))
                 pool = self._passes[0].graph.pool()
         except Exception as error:  # of the driver or the allocator: passes need no graphs
@@ -175,6 +175,16 @@ class CapturedPasses:
             return False
         self.capture()
         return not self._off
+
+
+def _sizes(executor: Capturable, sequences: int, count: int, length: int) -> PassSizes:
+    """Return the sizes of a pass of `count` rows of each sequence, or fewer; contexts have at most `length` tokens."""
+    page, tiling = executor.store.size, executor.tiling
+    pages = min(-(-length // page), max(MOST_PAGES // sequences, 1))
+    sizes = PassSizes.decode(sequences, pages, page, tiling, count, max(executor.block, 1))
+    if count > tiling.narrow:  # a sequence may have fewer drafts, and be one narrow tile
+        sizes = replace(sizes, narrow_tiles=sequences, ends=sequences * count)
+    return sizes
 
 
 @torch.no_grad()
