@@ -280,19 +280,24 @@ class PackedDecoder:
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def choose(self, inputs: PassInputs, logits: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def choose(
+        self, inputs: PassInputs, logits: torch.Tensor, seen: torch.Tensor | None = None, draws: bool = True
+    ) -> torch.Tensor:
         """Launch the choice of the next tokens, int32 [wanted rows with padding] on the device; -1: not finite.
 
         Args:
             inputs: inputs of the pass, with options, seeds and counts.
             logits: what `compute` returned.
             seen: entries of `RowSampling.seen` on the device, for penalties; None: no row has any.
+            draws: whether random numbers are drawn; False: all rows are greedy.
         """
         table = None
         if seen is not None:
             table = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
             table.index_put_((seen[0], seen[1]), seen[2].to(torch.int32))
-        numbers = sampling.draw(self.kernels, inputs.seeds, inputs.counts)
+        numbers = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
+        if draws:
+            numbers = sampling.draw(self.kernels, inputs.seeds, inputs.counts)
         return sampling.sample(self.kernels, logits, inputs.options, numbers, table)
 
     def finish(self, batch: RaggedBatch, inputs: PassInputs, logits: torch.Tensor) -> None:
@@ -301,7 +306,8 @@ class PackedDecoder:
         if chosen is None or not len(chosen.seeds) or not self.samples:
             return
         seen = None if chosen.seen is None else sent(chosen.seen, self.device)
-        chosen.tokens = self.choose(inputs, logits, seen)[: len(chosen.seeds)].tolist()
+        tokens = self.choose(inputs, logits, seen, bool(chosen.options[:, 0].any()))
+        chosen.tokens = tokens[: len(chosen.seeds)].tolist()
 
     # -- other calls of executors ----------------------------------------------------------------------------------
 
