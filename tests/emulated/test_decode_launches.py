@@ -55,14 +55,14 @@ def cost(way: str) -> dict[str, Any]:
 
     kernels, native, plain = CountedKernels(), emulates(), select._probe
     ways: Any = [] if way == "gathered" else [attention_ways.KernelWay(kernels)]
-    without = contextlib.nullcontext() if way == "packed" else mock.patch.object(select, "_without_modules", modules)
+    without = contextlib.nullcontext() if way in ("packed", "captured") else mock.patch.object(select, "_without_modules", modules)
     with (
         mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")),
         mock.patch.object(select, "_probe", probe),
         without,
     ):
         model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
-        generator = Generator(model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048)
+        generator = Generator(model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048, cuda_graphs=way == "captured")
     for number, prompt in enumerate(prompts((30, 33, 90, 600)[:SEQUENCES])):
         generator.submit(Request(number, prompt, SamplingParams(max_new_tokens=8, ignore_eos=True)))
     for _ in range(3):
@@ -82,13 +82,13 @@ def cost(way: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_launches_of_a_pass(emulated: Any) -> None:
-    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels", "packed")}
+    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels", "packed", "captured")}
     for way, seen in costs.items():
         print(f"\n{way}: {seen['counters']}, {seen['kernels']} of them kernels")
         for line in seen["waits"]:
             print("   ", line)
         assert seen["reports"] == []
-    gathered, kernels, packed = costs["gathered"], costs["kernels"], costs["packed"]
+    gathered, kernels, packed, captured = costs.values()
     assert kernels["kernels"] == 2 * LAYERS  # one context has two splits
     assert [what for what, _ in kernels["waits"]] == ["copy to host"]
     assert len(gathered["waits"]) == 1 + 2  # a mask of each group of sequences
@@ -96,3 +96,5 @@ def test_launches_of_a_pass(emulated: Any) -> None:
     assert packed["counters"]["launch"] <= gathered["counters"]["launch"] / 6
     assert [what for what, _ in packed["waits"]] == ["copy to host"]
     assert packed["kernels"] == 6 * LAYERS + 1 + 2  # the last norm; scores and tokens
+    assert captured["counters"]["launch"] == 3 and captured["counters"]["graph.replays"] == 1  # two are copies
+    assert [what for what, _ in captured["waits"]] == ["copy to host"]

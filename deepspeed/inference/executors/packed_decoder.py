@@ -17,7 +17,7 @@ from deepspeed.foundation.transformers_model import text_config
 from deepspeed.inference.executors.attention_ways import AttentionWay, LayerAttention
 from deepspeed.inference.executors.device_structure import DeviceLayer, DeviceStructure
 from deepspeed.inference.executors.engine_weights import EngineWeights
-from deepspeed.inference.executors.paged import PagedExecutor
+from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import RaggedBatch, sent
 from deepspeed.inference.executors.rotation_table import rotations
@@ -68,7 +68,7 @@ class PackedDecoder:
     kind = "packed"
 
     def __init__(self, paged: PagedExecutor, kernels: Kernels, block: int = 0, interleaved: bool = False) -> None:
-        self.plain, self.model, self.store, self.kernels = paged, paged.model, paged.store, kernels
+        self.plain, self.model, self.kernels = paged, paged.model, kernels
         self.block, self.interleaved = block, interleaved
         self.weights, self._lora = EngineWeights(self.model), TrainedLora(self.model)
         self.captured: CapturedPasses | None = None
@@ -83,6 +83,15 @@ class PackedDecoder:
         self.structure = self._read()
         self.reserve(min(self._limit or STEP, LONGEST_TABLE))
         self._prepare()
+
+    @property
+    def store(self) -> KVCache:
+        """Pages of keys and values, those of `plain`."""
+        return self.plain.store
+
+    @store.setter
+    def store(self, store: KVCache) -> None:
+        self.plain.store, self._pools = store, ()  # nothing else keeps the memory of the old pages
 
     @property
     def ways(self) -> dict[int, tuple[AttentionWay, LayerAttention]]:
@@ -188,7 +197,6 @@ class PackedDecoder:
         """
         self.weights.settle()
         self.look()
-        self.plain.store = self.store
         if not self.structure.blocks or batch.wants_hidden:
             return False
         if any(span.adapter is not None for span in batch.spans):
