@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -106,7 +106,9 @@ def standing_in() -> Iterator[None]:
         yield
 
 
-def schedule(made: Generator, seed: int, requests: int = 12, longest: int = 20) -> dict[Any, list[int]]:
+def schedule(
+    made: Generator, seed: int, requests: int = 12, longest: int = 20, vocabulary: int = VOCABULARY
+) -> dict[Any, list[int]]:
     """Tokens of requests that join at random steps, of random lengths; some are cancelled. Greedy, or drawn by a seed.
 
     The cache should be too small for all of them, so that some are preempted.
@@ -114,7 +116,7 @@ def schedule(made: Generator, seed: int, requests: int = 12, longest: int = 20) 
     draw = random.Random(seed)
     coming = []
     for number in range(requests):
-        pattern = [draw.randrange(made.vocabulary or 1) for _ in range(draw.randint(1, 4))]
+        pattern = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 4))]
         prompt = (pattern * longest)[: draw.randint(1, longest)]  # it repeats itself, so that there are guesses
         options = SamplingParams(max_new_tokens=draw.randint(1, longest), ignore_eos=True)
         coming.append((draw.randint(0, 2 * requests), Request(number, prompt, options)))
@@ -133,3 +135,26 @@ def schedule(made: Generator, seed: int, requests: int = 12, longest: int = 20) 
             assert output.error is None, output.error
         step += 1
     return tokens
+
+
+class DeviceKernels:
+    """Kernels that run on the host, each as one launch of the emulated device, which graphs take up.
+
+    Args:
+        kernels: kernels that take tensors of the CPU, such as interpreted ones.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels, self.has, self.prepare = kernels, kernels.has, kernels.prepare
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        from tests.emulated import device
+
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        others = [None if isinstance(each, torch.Tensor) else each for each in arguments]  # a graph keeps no memory
+
+        def run(aliases: list[torch.Tensor]) -> None:
+            left = iter(aliases)
+            self.kernels.launch(variant, grid, [next(left) if each is None else each for each in others])
+
+        device.launch_kernel(variant.name, tensors, [True] * len(tensors), run)
