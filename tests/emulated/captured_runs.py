@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from deepspeed.inference import Generator, Request, SamplingParams, generator
-from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.paged import KVCache
+from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
 
 WIDTH, VOCABULARY, LENGTH = 8, 32, 64

@@ -64,8 +64,8 @@ def test_replayed_tokens_are_the_eager_ones(emulated, seed, drafts):
 
 
 def what_a_pass_costs() -> Seen:
-    from tests.emulated.captured_runs import standing_in
     from deepspeed.inference import Request, SamplingParams
+    from tests.emulated.captured_runs import standing_in
 
     with standing_in():
         generator = made()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.foundation.pytree import map_tensors
 from tests.emulated.needs import LIMIT, need_compiler
 from tests.emulated.runs import emulates, observed
 from tests.emulated.test_captured import lines_of
@@ -56,8 +57,8 @@ def results(looks: bool) -> tuple[list[Any], int, dict[str, int], list[str], lis
 
         def run() -> None:
             for x, options in calls():
-                there = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in options.items()}
-                said.append(engine(x.cuda(), **there))  # kept: a later call must not overwrite it
+                there = map_tensors(torch.Tensor.cuda, options)
+                said.append(engine(x.cuda(), **there))  # no later call overwrites it
             engine.module.second.weight.data = engine.module.second.weight.data * 2  # moves
             said.append(engine(calls()[0][0].cuda(), factor=2.0))
 

@@ -55,14 +55,20 @@ def cost(way: str) -> dict[str, Any]:
 
     kernels, native, plain = CountedKernels(), emulates(), select._probe
     ways: Any = [] if way == "gathered" else [attention_ways.KernelWay(kernels)]
-    without = contextlib.nullcontext() if way in ("packed", "captured") else mock.patch.object(select, "_without_modules", modules)
+    without = (
+        contextlib.nullcontext()
+        if way in ("packed", "captured")
+        else mock.patch.object(select, "_without_modules", modules)
+    )
     with (
         mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")),
         mock.patch.object(select, "_probe", probe),
         without,
     ):
         model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
-        generator = Generator(model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048, cuda_graphs=way == "captured")
+        generator = Generator(
+            model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048, cuda_graphs=way == "captured"
+        )
     for number, prompt in enumerate(prompts((30, 33, 90, 600)[:SEQUENCES])):
         generator.submit(Request(number, prompt, SamplingParams(max_new_tokens=8, ignore_eos=True)))
     for _ in range(3):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -167,7 +166,9 @@ def memory_of_pools() -> None:
     size = native.bytes_of_pool(pool)
     assert device.memory_reserved() == kept + size and 2 * x.nbytes <= size < 3 * x.nbytes + 4096
     two, z = captured(lambda: (x - 1) * 4, pool=pool)  # takes what the first has no use for when it has ended
-    assert native.bytes_of_pool(pool) <= size + x.nbytes and device.memory_reserved() == kept + native.bytes_of_pool(pool)
+    assert native.bytes_of_pool(pool) <= size + x.nbytes and device.memory_reserved() == kept + native.bytes_of_pool(
+        pool
+    )
     one.replay()
     two.replay()
     assert y.eq(3).all() and z.eq(0).all()
@@ -347,18 +348,18 @@ def a_race_within() -> None:
 
 
 def an_input_that_is_freed() -> None:
-    x = device_ones(4)
-    graph, _ = captured(lambda: x + 1)
-    del x
+    inputs = [device_ones(4)]
+    graph, _ = captured(lambda: inputs[0] + 1)
+    inputs.clear()
     graph.replay()
 
 
 def a_pinned_input_that_is_freed() -> None:
-    x, host = device_ones(4), torch.ones(4).pin_memory()
-    graph, _ = captured(lambda: x.copy_(host, non_blocking=True))
+    x, sources = device_ones(4), [torch.ones(4).pin_memory()]
+    graph, _ = captured(lambda: x.copy_(sources[0], non_blocking=True))
     graph.replay()
     torch.cuda.synchronize()
-    del host
+    sources.clear()
     graph.replay()
 
 

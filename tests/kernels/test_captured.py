@@ -1,4 +1,4 @@
-"""Captured passes of the device executor with interpreted kernels, on the emulated device: the tokens of eager passes."""
+"""Captured passes with interpreted kernels, on the emulated device: the tokens of eager passes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def both_ways(seed: int, drafts: int) -> Seen:
         said, stats = [], []
         for graphs in (False, True):
             model = llama(num_hidden_layers=1, num_key_value_heads=1, **small, max_position_embeddings=64).to("cuda")
-            generator = Generator(model, cuda_graphs=graphs, cache_bytes=3 * 2 * 16 * 16 * 4, speculation=drafts, **sizes)
+            generator = Generator(
+                model, cuda_graphs=graphs, cache_bytes=4 * 2 * 16 * 16 * 4, speculation=drafts, **sizes
+            )
             assert type(generator._executor).__name__ == "PackedDecoder"
-            said.append(schedule(generator, seed, requests=6, longest=18, vocabulary=8))
+            said.append(schedule(generator, seed, requests=6, longest=30, vocabulary=8))
             stats.append(generator.load())
             generator.close()
         seen.extra = said, stats
@@ -42,7 +44,7 @@ def both_ways(seed: int, drafts: int) -> Seen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "drafts"), [(0, 0), (1, 2), (2, 3), (3, 0)])
+@pytest.mark.parametrize(("seed", "drafts"), [(0, 0), (4, 0), (2, 2)])
 def test_replayed_tokens_are_the_eager_ones(emulated: Any, seed: int, drafts: int) -> None:
     seen = emulated(1).run(both_ways, seed, drafts, timeout=600.0)[0]
     (eager, replayed), (_, stats) = seen.extra

@@ -61,14 +61,15 @@ void may_wait(int id, const std::string& what, const Site& site) {
     GraphRef other = each.lock();
     if (!graph && other && other->mode == Mode::kGlobal) graph = other;
   }
-  if (graph) refuse(graph, "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing", what, site);
+  const char* why = "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing";
+  if (graph) refuse(graph, why, what, site);
 }
 
 void check_event(const EventState& event, const std::string& what, const Site& site) {
   if (event.graph && event.graph->state == Graph::kCapturing)
     refuse(event.graph, "cudaErrorCapturedEvent: the event is part of the capture", what, site);
-  TORCH_CHECK(!event.graph, "cudaErrorCapturedEvent: the event was recorded while a graph was captured (emulated): ", what,
-              " at [", text(site), "]");
+  TORCH_CHECK(!event.graph, "cudaErrorCapturedEvent: the event was recorded while a graph was captured (emulated): ",
+              what, " at [", text(site), "]");
   may_wait(-1, what, site);
 }
 
@@ -216,7 +217,8 @@ void capture_end(const GraphRef& graph) {
   Clock seen = stream(graph->origin).seen;
   for (auto& [id, last] : graph->last)
     if (wrong.empty() && id != graph->origin && last.first > last_of(seen, id)) {
-      wrong = c10::str("cudaErrorStreamCaptureUnjoined: stream ", id, " was not joined again after [", text(last.second), "]");
+      wrong = c10::str("cudaErrorStreamCaptureUnjoined: stream ", id, " was not joined again after [",
+                       text(last.second), "]");
       report(c10::str("CAPTURE: ", wrong, ", and the capture ends at [", text(site), "]"));
     }
   end_capture(graph);
@@ -230,7 +232,8 @@ void replay(const GraphRef& graph) {
   Site site = here();
   {
     Lock lock;
-    TORCH_CHECK(graph->state == Graph::kReady, "Called CUDAGraph::replay without a preceding successful capture. (emulated)");
+    TORCH_CHECK(graph->state == Graph::kReady,
+                "Called CUDAGraph::replay without a preceding successful capture. (emulated)");
     int id = current_stream(graph->device);
     TORCH_CHECK(!capture_of(id), "the emulated device captures no replay of another graph");
     for (auto& [key, noted] : graph->noted)

@@ -313,7 +313,8 @@ void free_memory(void* address) {
     Clock home = stream(memory->home).seen;
     merge(home, host_seen);
     static const std::vector<Access> none;
-    auto& log = graph && graph->logs.count(memory.get()) ? graph->logs[memory.get()] : memory->of_graphs ? none : memory->log;
+    bool captured = graph && graph->logs.count(memory.get());
+    auto& log = captured ? graph->logs[memory.get()] : memory->of_graphs ? none : memory->log;
     for (auto& access : log)
       if (access.stream != memory->home && access.when > last_of(home, access.stream) &&
           !memory->recorded.count(access.stream)) {

@@ -72,8 +72,8 @@ PYBIND11_MODULE(_emulated_device, m) {
            [](const GraphRef& graph, std::optional<std::pair<int64_t, int64_t>> pool, const std::string& mode) {
              const std::map<std::string, Mode> modes = {
                  {"global", Mode::kGlobal}, {"thread_local", Mode::kThreadLocal}, {"relaxed", Mode::kRelaxed}};
-             TORCH_CHECK(modes.count(mode), "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, "
-                         "got ", mode);
+             TORCH_CHECK(modes.count(mode), "Unknown capture error mode. Expected `global`, `thread_local`, or "
+                         "`relaxed`, got ", mode);
              capture_begin(graph, pool ? pool->second : 0, modes.at(mode));
            },
            py::arg("pool") = py::none(), py::arg("capture_error_mode") = "global")
@@ -92,8 +92,8 @@ PYBIND11_MODULE(_emulated_device, m) {
   m.def("new_pool", [] { return std::make_pair(int64_t(0), new_pool()); });
   m.def("bytes_of_pool", [](std::pair<int64_t, int64_t> pool) { return bytes_of_pool(pool.second); });
   m.def("is_capturing", [] { Lock lock; return capture_of(current_stream()) != nullptr; });
-  m.def("launch_kernel", [](const std::string& what, const std::vector<Tensor>& tensors, const std::vector<bool>& written,
-                            py::function function) {
+  m.def("launch_kernel", [](const std::string& what, const std::vector<Tensor>& tensors,
+                            const std::vector<bool>& written, py::function function) {
     auto kept = std::shared_ptr<py::function>(new py::function(std::move(function)), [](py::function* held) {
       py::gil_scoped_acquire gil;
       delete held;

@@ -98,9 +98,10 @@ bool EmulatedWork::wait(std::chrono::milliseconds) {
   GraphRef graph = capture_of(id);
   if (!slot_ != !graph || (slot_ && stream(stream_).capture != graph)) {
     if (graph)
-      refuse(graph, "cudaErrorStreamCaptureIsolation: the call was made outside of the capture", "wait of " + what_, site);
-    TORCH_CHECK(false, "cudaErrorCapturedEvent: ", what_, " was captured, so nothing is there to wait for at [", text(site),
-                "] (emulated)");
+      refuse(graph, "cudaErrorStreamCaptureIsolation: the call was made outside of the capture", "wait of " + what_,
+             site);
+    TORCH_CHECK(false, "cudaErrorCapturedEvent: ", what_, " was captured, so nothing is there to wait for at [",
+                text(site), "] (emulated)");
   }
   merge(stream(id).seen, end_);
   if (graph) {

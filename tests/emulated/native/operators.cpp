@@ -66,8 +66,8 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
 Tensor unowned(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   auto storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-  at::Storage same(at::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr((void*)storage.data(), tensor.device()),
-                   nullptr, false);
+  at::Storage same(at::Storage::use_byte_size_t(), storage.nbytes(),
+                   c10::DataPtr((void*)storage.data(), tensor.device()), nullptr, false);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(same), c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                                          tensor.dtype());
   auto* impl = made.unsafeGetTensorImpl();
@@ -205,7 +205,8 @@ Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
     refuse(graph, "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned",
            what, site);
   if (graph && !inside && !non_blocking)
-    refuse(graph, "cudaErrorStreamCaptureUnsupported: a copy that is not non_blocking waits for the stream", what, site);
+    refuse(graph, "cudaErrorStreamCaptureUnsupported: a copy that is not non_blocking waits for the stream", what,
+           site);
   if (graph) {
     launch(id, what, self.nbytes(), site);
     use(id, range_of(from), false, what, site);
@@ -335,7 +336,8 @@ class Call {
     auto take = [&](const Tensor& t) {
       if (!t.defined()) return;
       for (auto& [device, alias] : pairs_)
-        if (alias.is_same(t) || (t.has_storage() && t.storage().data() && t.storage().is_alias_of(alias.storage()))) return;
+        if (alias.is_same(t) || (t.has_storage() && t.storage().data() && t.storage().is_alias_of(alias.storage())))
+          return;
       const Tensor& target = fresh.at(next++);
       TORCH_CHECK(target.sizes() == t.sizes(), name_, " has another shape in a replay than in the capture (emulated)");
       if (t.numel()) copy_bytes(host_alias(target), t);
@@ -378,7 +380,8 @@ class Call {
         c10::List<optional<Tensor>> list;
         for (auto& t : value.toOptionalTensorVector()) {
           if (t && indexes && t->scalar_type() == at::kBool)
-            refuse(graph, "cudaErrorStreamCaptureUnsupported: the host waits for the number of true elements", name_, site);
+            refuse(graph, "cudaErrorStreamCaptureUnsupported: the host waits for the number of true elements", name_,
+                   site);
           list.push_back(t ? optional<Tensor>(kept(*t)) : t);
         }
         made.emplace_back(list);

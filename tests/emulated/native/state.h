@@ -187,9 +187,9 @@ void synchronize_event(const EventState& event, const Site& site);
 void synchronize_stream(int id, const Site& site);
 void synchronize_device(int device, const Site& site);
 
-// -- graphs (graphs.cpp) -----------------------------------------------------------------------------------------------
+// -- graphs ----------------------------------------------------------------------------------------------------------
 
-enum class Mode { kGlobal, kThreadLocal, kRelaxed };  // whose unsafe calls end a capture: everybody's, its thread's, none's
+enum class Mode { kGlobal, kThreadLocal, kRelaxed };  // whose unsafe calls end a capture: all, its thread's, none
 
 struct Node {
   std::string what;
@@ -223,8 +223,8 @@ struct Graph : std::enable_shared_from_this<Graph> {
 };
 using GraphRef = std::shared_ptr<Graph>;
 GraphRef capture_of(int stream);                    // the graph that its launches go into, or none
-void may_launch(int stream, const std::string& what, const Site& site);  // refuses work that a capture would miss
-void may_wait(int stream, const std::string& what, const Site& site);    // refuses waits that a capture forbids; -1: any
+void may_launch(int stream, const std::string& what, const Site& site);  // refuses what a capture would miss
+void may_wait(int stream, const std::string& what, const Site& site);  // refuses waits that a capture forbids; -1: any
 [[noreturn]] void refuse(const GraphRef& graph, const std::string& why, const std::string& what, const Site& site);
 void join(int stream, const GraphRef& graph);
 void note(const GraphRef& graph, const Held& memory, const Range& range, bool write, const std::string& what,
