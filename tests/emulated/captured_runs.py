@@ -11,11 +11,24 @@ from unittest import mock
 import torch
 
 from deepspeed.inference import Generator, Request, SamplingParams, generator
+from deepspeed.inference.executors import attention_ways
+from deepspeed.inference.executors.captured import MOST_GRAPHS
+from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
+from tests.emulated.runs import Seen, observed
+from tests.unit.inference.toys import llama
 
 WIDTH, VOCABULARY, LENGTH = 8, 32, 64
+DRAWN: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"temperature": 1.0, "min_p": 0.1, "logprobs": 2},
+)
 
 
 class StandIn:
@@ -107,18 +120,19 @@ def standing_in() -> Iterator[None]:
 
 
 def schedule(
-    made: Generator, seed: int, requests: int = 12, longest: int = 20, vocabulary: int = VOCABULARY
+    made: Generator, seed: int, requests: int = 12, longest: int = 20, vocabulary: int = VOCABULARY, plain: bool = True
 ) -> dict[Any, list[int]]:
-    """Tokens of requests that join at random steps, of random lengths; some are cancelled. Greedy, or drawn by a seed.
+    """Tokens of requests that join at random steps, of random lengths; some are cancelled.
 
-    The cache should be too small for all of them, so that some are preempted.
+    The cache should be too small for all of them, so that some are preempted. `plain`: whether all are greedy.
     """
     draw = random.Random(seed)
     coming = []
     for number in range(requests):
         pattern = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 4))]
         prompt = (pattern * longest)[: draw.randint(1, longest)]  # it repeats itself, so that there are guesses
-        options = SamplingParams(max_new_tokens=draw.randint(1, longest), ignore_eos=True)
+        drawn = {} if plain else draw.choice(DRAWN)
+        options = SamplingParams(max_new_tokens=draw.randint(1, longest), ignore_eos=True, seed=number, **drawn)
         coming.append((draw.randint(0, 2 * requests), Request(number, prompt, options)))
     cancelled = {number: draw.randint(1, 3 * requests) for number in draw.sample(range(requests), requests // 6)}
     tokens: dict[Any, list[int]] = {}
@@ -158,3 +172,37 @@ class DeviceKernels:
             self.kernels.launch(variant, grid, [next(left) if each is None else each for each in others])
 
         device.launch_kernel(variant.name, tensors, [True] * len(tensors), run)
+
+
+def decoder_both_ways(kernels: Any, seed: int, drafts: int) -> Seen:
+    """Tokens of a schedule of a small Llama by a `PackedDecoder`, with and without graphs; and the load at the end.
+
+    Args:
+        kernels: kernels that take tensors of the CPU.
+        seed: seed of the schedule.
+        drafts: largest number of draft tokens.
+    """
+    ways: Any = [attention_ways.KernelWay(DeviceKernels(kernels))]
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"page_size": 16, "max_sequences": 3, "max_batch_tokens": 16, "prompt_chunk": 8}
+    sizes |= {"cache_bytes": 4 * 2 * 16 * 16 * 4, "speculation": drafts}  # four pages
+    with observed() as seen, mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")):
+        said, stats = [], []
+        for graphs in (False, True):
+            model = llama(num_hidden_layers=1, num_key_value_heads=1, **small, max_position_embeddings=64).to("cuda")
+            made = Generator(model, cuda_graphs=graphs, **sizes)
+            assert type(made._executor) is PackedDecoder
+            said.append(schedule(made, seed, requests=6, longest=30, vocabulary=8, plain=False))
+            stats.append(made.load())
+            made.close()
+        seen.extra = said, stats
+    return seen
+
+
+def check_decoder(seen: Seen, drafts: int) -> None:
+    """Replayed tokens are the eager ones, many passes were replays, and the detector has seen nothing."""
+    (eager, replayed), (_, stats) = seen.extra
+    assert replayed == eager and len(eager) >= 5
+    assert seen.reports == []
+    assert 0 < stats.graphs <= MOST_GRAPHS and stats.replays > 10, stats
+    assert stats.drafts > 0 or not drafts

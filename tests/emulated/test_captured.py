@@ -63,6 +63,23 @@ def test_replayed_tokens_are_the_eager_ones(emulated, seed, drafts):
     assert stats.preemptions > 0
 
 
+def decoder(seed: int, drafts: int) -> Seen:
+    """As `decoder_both_ways`, with kernels in plain torch."""
+    from tests.emulated.captured_runs import decoder_both_ways
+    from tests.unit.inference.reference_kernels import ReferenceKernels
+
+    return decoder_both_ways(ReferenceKernels(), seed, drafts)
+
+
+@pytest.mark.parametrize(
+    ("seed", "drafts"), [(2, 2), *(pytest.param(s, d, marks=pytest.mark.slow) for s in range(20) for d in (0, 1, 3))]
+)
+def test_replayed_tokens_of_the_device_executor_are_the_eager_ones(emulated, seed, drafts):
+    from tests.emulated.captured_runs import check_decoder
+
+    check_decoder(emulated(1).run(decoder, seed, drafts, timeout=LIMIT)[0], drafts)
+
+
 def what_a_pass_costs() -> Seen:
     from deepspeed.inference import Request, SamplingParams
     from tests.emulated.captured_runs import standing_in
