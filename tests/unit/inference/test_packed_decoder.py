@@ -21,15 +21,16 @@ from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.device_passes import (
     FAMILIES,
     GREEDY,
+    INVARIANT,
     NEW,
     OTHERS,
     THROUGH_MODULES,
     check_draws,
+    check_invariance,
     check_tokens,
     small,
 )
 from tests.unit.inference.reference_kernels import ReferenceKernels, only_way
-from tests.unit.inference.test_native import all_ways
 from tests.unit.inference.toys import alone, llama, masked, mixture, prompts
 
 CPU = torch.device("cpu")
@@ -262,20 +263,14 @@ def test_long_contexts_get_a_longer_table(kernels: Any) -> None:
     assert len(executor._table) in range(38, 48) and executor.version > version
 
 
-TABLE = ("8 at once", "chunks", "guesses", "preempted", "32 at once", "prefix", "other pages")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_do_not_depend_on_the_batch(kernels: Any, dtype: torch.dtype) -> None:
-    """As in the CPU's native passes; without blocks of one size they do."""
-    model = small(max_position_embeddings=512, num_hidden_layers=1).to(dtype)
-    options = {"kind": PackedDecoder, "max_batch_tokens": 32}
-    with mock.patch.object(select, "INVARIANT_ROWS", 8):
-        all_ways(model, 6, 20, 6, ROOM, TABLE, batch_invariant=True, **options)
-        if dtype == torch.float32:  # a model this small happens to agree in bf16
-            with pytest.raises(AssertionError, match="of 36, first"):
-                all_ways(model, 6, 20, 6, ROOM, TABLE[:1], **options)
+@pytest.mark.parametrize("way", INVARIANT)
+def test_logits_do_not_depend_on_the_batch(way: str, dtype: torch.dtype) -> None:
+    """As in the CPU's native passes."""
+    check_invariance(way, "torch", "cpu", dtype)
 
 
-ROOM = 56  # tokens of the cache at which sequences are preempted
+def test_without_blocks_of_one_size_they_do() -> None:
+    with pytest.raises(AssertionError, match="of 36, first"):
+        check_invariance("8 at once", "torch", "cpu", rows=0)
