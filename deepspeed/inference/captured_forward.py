@@ -22,7 +22,7 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 
 @dataclass(frozen=True)
-class _Graph:
+class CapturedCall:
     """A captured call: its graph, the tensors that it reads, and the leaves and structure of its result."""
 
     graph: Any
@@ -44,7 +44,7 @@ class CapturedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: this kind of call is not captured
+        self._graphs: dict[Hashable, CapturedCall | None] = {}  # None: this kind of call is not captured
         self._addresses: tuple[int, ...] = ()
         self._pool: Any = None
         self._off = False
@@ -115,7 +115,7 @@ class CapturedForward:
             )
         return result
 
-    def _captured(self, leaves: list[Any], arguments: Any, structure: Any, stream: Any) -> _Graph:
+    def _captured(self, leaves: list[Any], arguments: Any, structure: Any, stream: Any) -> CapturedCall:
         """Return the graph of a call that has run once."""
         accelerator = get_accelerator()
         own = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -124,7 +124,7 @@ class CapturedForward:
         with accelerator.capture_to_graph(graph, pool=self._pool, stream=stream, error_mode="thread_local"):
             result = self._module(*args, **kwargs)
         self._pool = graph.pool()
-        return _Graph(graph, _tensors(own), pytree.tree_leaves(result), structure)
+        return CapturedCall(graph, _tensors(own), pytree.tree_leaves(result), structure)
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:

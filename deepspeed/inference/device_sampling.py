@@ -18,9 +18,10 @@ GREEDY = SamplingParams()
 
 def chooses(rows: BatchSlice) -> bool:
     """Whether the tokens after these rows can be chosen on the device: nothing but logits and counts decides."""
-    if rows.hidden or rows.wanted <= rows.scored or isinstance(rows.sequence.group, BeamGroup):
+    sampler = getattr(rows.sequence, "sampler", None)  # a draft model's sequences have none
+    if sampler is None or rows.hidden or rows.wanted <= rows.scored or isinstance(rows.sequence.group, BeamGroup):
         return False
-    return rows.sequence.sampler.draws_on_device
+    return sampler.draws_on_device
 
 
 def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -> RowSampling | None:
@@ -30,14 +31,14 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
 
     Args:
         executor: executor of the pass.
-        slices: its rows; None of a slice's `sequence` is read if all are greedy.
+        slices: its rows.
         vocabulary: number of tokens.
     """
     if not getattr(executor, "samples", False):
         return None
     samplings, seeds, counts, seen = [], [], [], []
     for rows in slices:
-        on_device = rows.sequence is not None and hasattr(rows.sequence, "sampler") and chooses(rows)
+        on_device = chooses(rows)
         for place in range(rows.wanted):
             ahead = place - rows.scored
             if not on_device or ahead < 0:
@@ -69,7 +70,7 @@ def chosen_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
     tokens, end = batch.sampling.tokens, 0
     for rows in batch.spans:
         end += rows.wanted
-        if hasattr(rows.sequence, "sampler") and chooses(rows):
+        if chooses(rows):
             own = tokens[end - rows.wanted + rows.scored : end]
             rows.sequence.sampler.drawn = [(token, None) for token in own]
     return tokens

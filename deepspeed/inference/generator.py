@@ -23,7 +23,7 @@ from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.device_sampling import chosen_tokens, row_sampling
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
-from deepspeed.inference.executors.captured import capture_passes
+from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -39,8 +39,16 @@ from deepspeed.inference.executors.select import (
 )
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.live_sequence import LiveSequence, draw_plainly
-from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
-from deepspeed.inference.request import EngineStats, Output, Request, end_tokens, length_limit, packed_limit
+from deepspeed.inference.prompt_rows import check_rows, pool_alone, score_alone
+from deepspeed.inference.request import (
+    EngineStats,
+    Output,
+    Request,
+    check_tokens,
+    end_tokens,
+    length_limit,
+    packed_limit,
+)
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
@@ -163,9 +171,8 @@ class Generator:
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
         if self._cuda_graphs:
-            longest = self.packed_length or 0
-            most = min(max_sequences, max_batch_tokens)
-            capture_passes(self._executor, most, longest, self._speculation, DRAFTING_STREAMS)
+            most, length = min(max_sequences, max_batch_tokens), self.packed_length or 0
+            capture_passes(self._executor, most, length, self._speculation, DRAFTING_STREAMS)
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -211,10 +218,8 @@ class Generator:
             UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
-        matcher = None
-        if (
-            sampling.structured is not None and not request.pooling
-        ):  # before the lock: other requests go on while it is compiled
+        matcher = None  # made before the lock: other requests go on while it is compiled
+        if sampling.structured is not None and not request.pooling:
             matcher = self.constraints.matcher(sampling.structured, tokens)
         with self._lock:
             if self._closed:
@@ -363,9 +368,7 @@ class Generator:
             waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
             scheduler, pages = self._scheduler, self.pages
             counts = scheduler.preemptions, scheduler.looked_up, scheduler.reused, self._drafts, self._accepted_drafts
-            captured = getattr(self._executor, "captured", None)
-            graphs = (captured.graphs, captured.bytes, captured.replays) if captured is not None else ()
-            return EngineStats(running, waiting, pages.available, pages.count, *counts, *graphs)
+            return EngineStats(running, waiting, pages.available, pages.count, *counts, *graph_counts(self._executor))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
@@ -481,11 +484,7 @@ class Generator:
             self.refresh()
             if self._executor is not None:
                 self._executor.store = self._executor.store.resized(0, self.pages.size)
-                self._drop_graphs()
-
-    def _drop_graphs(self) -> None:
-        if (captured := getattr(self._executor, "captured", None)) is not None:
-            captured.drop()
+                drop_graphs(self._executor)
 
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
@@ -495,7 +494,7 @@ class Generator:
             self._closed = True
             if self._executor is not None:
                 self._executor.store.layers.clear()
-                self._drop_graphs()
+                drop_graphs(self._executor)
             if self._draft is not None:
                 self._draft.close()
 
@@ -510,30 +509,14 @@ class Generator:
                 f"a prompt of {len(tokens)} tokens and {new} new ones are {len(tokens) + new}, over the limit of "
                 f"{self.limit} tokens; shorten the prompt or ask for fewer"
             )
-        size = self.vocabulary
-        for token in tokens:
-            whole = isinstance(token, int) and not isinstance(token, bool)
-            if not whole or token < 0 or (size is not None and token >= size):
-                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {size}")
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(request.sampling, name) if self.vocabulary is not None else ():
-                if token >= self.vocabulary:
-                    raise RequestError(f"{token} in {name} is no token of a vocabulary of {self.vocabulary}")
+        check_tokens(tokens, request.sampling, self.vocabulary)
         if request.sampling.beams > self._scheduler.max_sequences:
             most = self._scheduler.max_sequences
             raise RequestError(f"{request.sampling.beams} beams are more than the {most} sequences that may run")
         self._adapters.get(request.adapter)
-        self._check_rows(request)
+        check_rows(request, self.model)
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
-
-    def _check_rows(self, request: Request) -> None:
-        """Raise RequestError if the model cannot give what the request wants of its prompt's rows."""
-        if request.pooling is not None and (reason := why_no_states(self.model)) is not None:
-            raise RequestError(f"{type(self.model).__name__} gives no embeddings: {reason}")
-        scored = request.sampling.prompt_logprobs is not None and not request.pooling
-        if scored and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-            raise RequestError(f"{type(self.model).__name__} has no prompt_logprobs: its encoder reads the prompt")
 
     def _packed_step(self) -> list[Output]:
         streams = sum(sequence.decodes for sequence in self._scheduler.running)

@@ -79,7 +79,7 @@ def padded_shapes(sequences: int, drafts: int = 0, drafting: int = 0) -> list[tu
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))[:MOST_GRAPHS]
 
 
-class CapturedPasses:
+class PassGraphs:
     """Graphs of an executor's passes, all in one memory pool.
 
     Args:
@@ -239,8 +239,20 @@ def capture_passes(executor: Any, sequences: int, length: int, drafts: int = 0, 
     if not executor.native(probe):
         log_rank0(f"{name}: passes are not captured as CUDA graphs, since its structure has changed")
         return
-    executor.captured = CapturedPasses(executor, padded_shapes(sequences, drafts, drafting), length)
+    executor.captured = PassGraphs(executor, padded_shapes(sequences, drafts, drafting), length)
     executor.captured.capture()
+
+
+def drop_graphs(executor: Any) -> None:
+    """Free the graphs of an executor, if it has any; its next pass captures them again."""
+    if (graphs := getattr(executor, "captured", None)) is not None:
+        graphs.drop()
+
+
+def graph_counts(executor: Any) -> tuple[int, int, int]:
+    """Return the number of an executor's graphs, the bytes of device memory that they hold, and their replays."""
+    graphs = getattr(executor, "captured", None)
+    return (0, 0, 0) if graphs is None else (graphs.graphs, graphs.bytes, graphs.replays)
 
 
 def _device(executor: Any) -> torch.device:

@@ -6,6 +6,7 @@ that follow from the sizes of its inputs, so a pass of fixed sizes can be captur
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class PackedDecoder:
         self.weights, self._lora = EngineWeights(self.model), TrainedLora(self.model)
         self.captured: CapturedPasses | None = None
         self.version = 0
-        self._pools: tuple[Any, ...] = ()
+        self._pools: list[weakref.ref[torch.Tensor]] = []  # a released cache is not kept
         self._attention: list[tuple[AttentionWay, LayerAttention]] = []
         self._table = torch.empty(0)
         self._rotary = self._start = 0  # rotated places, and where a row's sines begin
@@ -91,7 +92,7 @@ class PackedDecoder:
 
     @store.setter
     def store(self, store: KVCache) -> None:
-        self.plain.store, self._pools = store, ()  # nothing else keeps the memory of the old pages
+        self.plain.store = store
 
     @property
     def ways(self) -> dict[int, tuple[AttentionWay, LayerAttention]]:
@@ -205,9 +206,9 @@ class PackedDecoder:
         tokens, most = [token for span in batch.spans for token in span.tokens], self.structure.entries
         if not 0 <= min(tokens) <= max(tokens) < most:
             raise RequestError(f"tokens are from 0 to {most - 1}, not {min(tokens)} to {max(tokens)}")
-        pools = tuple(pool for number in range(len(self._attention)) for pool in self.store.layers[number])
-        if len(pools) != len(self._pools) or any(a is not b for a, b in zip(pools, self._pools, strict=True)):
-            self._pools, self.version = pools, self.version + 1
+        pools = [pool for number in range(len(self._attention)) for pool in self.store.layers[number]]
+        if len(pools) != len(self._pools) or any(a is not b() for a, b in zip(pools, self._pools, strict=True)):
+            self._pools, self.version = list(map(weakref.ref, pools)), self.version + 1
         self.reserve(max(span.end for span in batch.spans))
         return True
 

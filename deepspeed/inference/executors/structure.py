@@ -378,12 +378,12 @@ class Reader:
         attention = self._attention(block.self_attn, uneven)
         mlp = self._mixture(block.mlp, uneven) if is_mixture(block.mlp) else self._gated(block.mlp, uneven)
         if not sandwich:
-            return LayerPart(before, second, *attention, mlp)
+            return LayerPart(before, second, **attention, mlp=mlp)
         after, last = norms["pre_feedforward_layernorm"], norms["post_feedforward_layernorm"]
-        return LayerPart(before, after, *attention, mlp, second, last)
+        return LayerPart(before, after, **attention, mlp=mlp, after_attention=second, after_mlp=last)
 
-    def _attention(self, attention: Any, uneven: Mark) -> tuple[Any, ...]:
-        """Return q, k, v, out, norm of the queries and of the keys (None: none)."""
+    def _attention(self, attention: Any, uneven: Mark) -> dict[str, Any]:
+        """Return the parts of attention by their names in `LayerPart`."""
         if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
             raise PackingError("its queries, keys and values are clipped")
         names = _stored(attention, ATTENTION_MATRICES)
@@ -394,7 +394,7 @@ class Reader:
         for kind, matrix in (("q_norm", q), ("k_norm", k)):
             joint = kind in own and own[kind].weight.numel() == matrix.outputs  # else of each head
             norms.append(self._norm(attention, kind, joint) if kind in own else None)
-        return q, k, v, out, *norms
+        return {"q": q, "k": k, "v": v, "out": out, "query": norms[0], "key": norms[1]}
 
     def _gated(self, mlp: Any, uneven: Mark) -> GatedPart:
         names = _stored(mlp, FEED_FORWARD_MATRICES)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 
 from deepspeed.inference import Generator, Request, SamplingParams
+from deepspeed.inference.executors import attention_ways, select
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
-from tests.unit.inference.reference_kernels import planned_drafts
+from tests.unit.inference.reference_kernels import ReferenceKernels, only_way, planned_drafts
 from tests.unit.inference.toys import alone, llama, masked, mixture, phi3, prompts, scale
 
 NEW = 8
@@ -123,3 +126,77 @@ def check_draws(model: Any) -> None:
     assert all(len(each) == 6 for each in chosen.values()) and len({tuple(each) for each in chosen.values()}) > 4
     assert chosen == drawn(model, False)
     assert chosen == drawn(model, True, chosen)
+
+
+# -- on the emulated device --------------------------------------------------------------------------------------------
+
+ALL = {**FAMILIES, **OTHERS, **THROUGH_MODULES}
+WAYS = ("packed", "kernels", "flash", "gathered")  # flash: a stand-in, since torch's has no CPU form
+FEW = 5  # new tokens
+
+
+def kernels_of(kind: str) -> Any:
+    """Kernels in plain torch ("torch"), or interpreted ones ("interpreted")."""
+    if kind == "torch":
+        return ReferenceKernels()
+    from tests.kernels.interpreter import AllInterpreted
+
+    return AllInterpreted()
+
+
+def families_on_the_device(family: str, kind: str) -> dict[str, Any]:
+    """Tokens of a family on the emulated device by each way, what ran them, and reports of its detector."""
+    from tests.emulated.runs import observed
+    from tests.unit.inference.test_attention_ways import varlen_stand_in
+
+    said: dict[str, Any] = {}
+    with observed() as seen:
+        for name in WAYS:
+            flash, kernels = attention_ways.FlashWay(varlen_stand_in), attention_ways.KernelWay(kernels_of(kind))
+            ways: Any = [] if name == "gathered" else [flash if name == "flash" else kernels]
+            plain = mock.patch.object(select, "_without_modules", lambda executor, *_: executor)
+            with (
+                mock.patch.object(attention_ways, "ways_of", lambda _, ways=ways: (ways, "")),
+                mock.patch.object(attention_ways, "FLASH_DTYPES", (torch.float32,)),
+                contextlib.nullcontext() if name == "packed" else plain,
+            ):
+                page = 256 if name == "flash" else 16
+                generator = Generator(ALL[family]().to("cuda"), page_size=page, cache_bytes=1 << 21)
+            executor: Any = generator._executor
+            tokens = generator.generate(prompts((3, 20)), SamplingParams(max_new_tokens=FEW, ignore_eos=True))
+            used = sorted({way.name for way, _ in getattr(executor, "ways", {}).values()})
+            said[name] = tokens, type(executor).__name__, used
+            generator.close()
+    return said | {"reports": seen.reports}
+
+
+def check_family(said: dict[str, Any], family: str) -> None:
+    """Each way says what Transformers' `generate` says on the CPU, and is the one that it is called."""
+    assert said.pop("reports") == []
+    wanted = [alone(ALL[family](), prompt, FEW) for prompt in prompts((3, 20))]
+    assert {name: tokens for name, (tokens, *_) in said.items()} == dict.fromkeys(WAYS, wanted)
+    assert (said["packed"][1] == "PackedDecoder") == (family not in THROUGH_MODULES)
+    assert said["kernels"][1:] == ("PagedExecutor", ["kernels"])
+    assert said["packed"][2] == ["kernels"] and said["gathered"][2] == []
+    unsupported = {"Gemma2", "GptOss", "Llama4Text"}  # soft caps, sinks, chunks
+    assert said["flash"][2] == ["flash"] or family in unsupported
+
+
+INVARIANT = ("8 at once", "chunks", "guesses", "preempted", "32 at once", "prefix", "other pages")
+
+
+def check_invariance(
+    way: str, kind: str, device: str = "cuda", dtype: torch.dtype = torch.float32, rows: int = 8
+) -> list[str]:
+    """Compare the logits' bits of a way of the CPU's table with those of requests alone; returns the reports.
+
+    `rows`: rows of a product; 0: those of the pass.
+    """
+    from tests.emulated.runs import observed
+    from tests.unit.inference.test_native import all_ways
+
+    model = small(max_position_embeddings=512, num_hidden_layers=1).to(device, dtype)
+    options: dict[str, Any] = {"kind": PackedDecoder, "max_batch_tokens": 32, "batch_invariant": True}
+    with only_way(kernels_of(kind)), mock.patch.object(select, "INVARIANT_ROWS", rows), observed() as seen:
+        all_ways(model, 6, 20, 6, 56, (way,), **options)  # 56 tokens of cache: sequences are preempted
+    return seen.reports

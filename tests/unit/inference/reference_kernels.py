@@ -79,7 +79,7 @@ def _attended(
 ) -> tuple[slice, torch.Tensor]:
     """Rows of a tile, and their attention [rows, heads, value size], row by row and key by key in one order."""
     sequence, first, count, position = tile
-    slots = torch.arange(position + count)
+    slots = torch.arange(position + count, device=table.device)
     slots = (table[sequence].long()[slots // more["PAGE"]] + 1) * more["PAGE"] + slots % more["PAGE"]
     results = []
     for row in range(count):

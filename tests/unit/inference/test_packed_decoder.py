@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.inference import Generator
-from deepspeed.inference.executors import select
+from deepspeed.errors import RequestError
+from deepspeed.inference import Generator, Request, SamplingParams
+from deepspeed.inference.executors import device_structure, packed_decoder, select
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.pass_inputs import PassSizes
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -19,10 +21,12 @@ from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.device_passes import (
     FAMILIES,
     GREEDY,
+    INVARIANT,
     NEW,
     OTHERS,
     THROUGH_MODULES,
     check_draws,
+    check_invariance,
     check_tokens,
     small,
 )
@@ -178,3 +182,95 @@ def test_a_kernel_that_is_missing_is_named(kernels: Any) -> None:
     kernels.without = "gate_rows"
     generator = Generator(small(), cache_bytes=1 << 18)
     assert "gate_rows" in generator._executor.unfused and "is not compiled" in generator._executor.unfused
+
+
+def test_weights_that_an_engine_holds_go_through_their_modules(kernels: Any) -> None:
+    model = small()
+    with mock.patch.object(device_structure, "is_managed", lambda tensor: tensor is model.lm_head.weight):
+        generator = Generator(model, cache_bytes=1 << 18)
+    assert "lm_head is held by an engine" in generator._executor.unfused
+
+
+def test_an_engine_that_takes_the_weights_later(kernels: Any) -> None:
+    model, text, lines = small(), prompts((9,))[0], []
+    generator = Generator(model, cache_bytes=1 << 18)
+    held: list[Any] = []
+    with (
+        mock.patch.object(device_structure, "is_managed", lambda tensor: any(tensor is each for each in held)),
+        mock.patch.object(packed_decoder, "warn_once", lines.append),
+    ):
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        held.append(model.lm_head.weight)
+        wanted, launches = alone(model, text, NEW), len(kernels.launches)
+        assert generator.generate([text], GREEDY) == [wanted]
+    assert "runs through its own modules" in lines[0] and "held by an engine" in lines[0]
+    assert {name.split("_fp32")[0] for name, _ in kernels.launches[launches:]} == {"attend_whole"}
+
+
+def test_scores_and_embeddings_of_prompts(kernels: Any) -> None:
+    """Scores come from the pass's logits; hidden states from the modules, in a pass of their own way."""
+    model = small()
+    texts, results = prompts((9, 12)), []
+    for way in (contextlib.nullcontext(), mock.patch.object(select, "_without_modules", lambda executor, *_: executor)):
+        with way:
+            generator = Generator(model, cache_bytes=1 << 18)
+        generator.submit(Request("score", texts[0], SamplingParams(max_new_tokens=2, prompt_logprobs=1, logprobs=2)))
+        generator.submit(Request("embed", texts[1], pooling="mean"))
+        outputs = [output for _ in range(20) if not generator.idle for output in generator.step()]
+        scores = [entry.logprob for output in outputs for entry in output.prompt_logprobs or [] if entry]
+        states = [value for output in outputs for value in output.embedding or []]
+        tokens = [token for output in outputs for token in output.tokens]
+        results.append((tokens, scores, states))
+    assert len(results[0][0]) == 2 and len(results[0][1]) == 8 and len(results[0][2]) == 32
+    assert results[0][0] == results[1][0]
+    for mine, theirs in zip(results[0][1:], results[1][1:], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_of_adapters_go_through_the_modules(kernels: Any, tmp_path: Any) -> None:
+    pytest.importorskip("peft")
+    from tests.unit.inference.test_adapters import adapted
+
+    model, text = small(), prompts((9,))[0]
+    merged = adapted(model, tmp_path, r=4, target_modules=["q_proj", "up_proj"])
+    generator = Generator(model, cache_bytes=1 << 18, adapters={"one": tmp_path})
+    assert type(generator._executor) is PackedDecoder
+    tokens: dict[Any, list[int]] = {None: [], "one": []}
+    for name in tokens:
+        generator.submit(Request(name, text, GREEDY, adapter=name))
+    while not generator.idle:
+        for output in generator.step():
+            tokens[output.ident] += output.tokens
+    assert tokens == {None: alone(model, text, NEW), "one": alone(merged, text, NEW)}
+    assert tokens[None] != tokens["one"]
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused(kernels: Any) -> None:
+    executor: Any = Generator(small(), cache_bytes=1 << 18)._executor
+    with pytest.raises(RequestError, match="tokens are from 0 to 255, not 3 to 256"):
+        executor.run(RaggedBatch([BatchSlice([3, 256], 0, [0])], 16, CPU))
+
+
+def test_long_contexts_get_a_longer_table(kernels: Any) -> None:
+    model = small(max_position_embeddings=512)
+    with mock.patch.object(packed_decoder, "LONGEST_TABLE", 16), mock.patch.object(packed_decoder, "STEP", 8):
+        generator = Generator(model, cache_bytes=1 << 18)
+        executor: Any = generator._executor
+        assert len(executor._table) == 16
+        text, version = prompts((30,))[0], executor.version
+        assert generator.generate([text], GREEDY) == [alone(model, text, NEW)]
+    assert len(executor._table) in range(38, 48) and executor.version > version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", INVARIANT)
+def test_logits_do_not_depend_on_the_batch(way: str, dtype: torch.dtype) -> None:
+    """As in the CPU's native passes."""
+    check_invariance(way, "torch", "cpu", dtype)
+
+
+def test_without_blocks_of_one_size_they_do() -> None:
+    with pytest.raises(AssertionError, match="of 36, first"):
+        check_invariance("8 at once", "torch", "cpu", rows=0)
