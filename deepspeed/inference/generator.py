@@ -39,16 +39,8 @@ from deepspeed.inference.executors.select import (
 )
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.live_sequence import LiveSequence, draw_plainly
-from deepspeed.inference.prompt_rows import check_rows, pool_alone, score_alone
-from deepspeed.inference.request import (
-    EngineStats,
-    Output,
-    Request,
-    check_tokens,
-    end_tokens,
-    length_limit,
-    packed_limit,
-)
+from deepspeed.inference.prompt_rows import check_rows, check_tokens, pool_alone, score_alone
+from deepspeed.inference.request import EngineStats, Output, Request, end_tokens, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler

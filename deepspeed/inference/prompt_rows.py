@@ -98,6 +98,18 @@ def why_no_states(model: Any) -> str | None:
     return "it has no base model under a head" if base is None or base is model else None
 
 
+def check_tokens(tokens: Sequence[int], sampling: SamplingParams, vocabulary: int | None) -> None:
+    """Raise RequestError if a token of a prompt or of its options is none of the vocabulary; None: of any size."""
+    for token in tokens:
+        whole = isinstance(token, int) and not isinstance(token, bool)
+        if not whole or token < 0 or (vocabulary is not None and token >= vocabulary):
+            raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {vocabulary}")
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(sampling, name) if vocabulary is not None else ():
+            if token >= vocabulary:
+                raise RequestError(f"{token} in {name} is no token of a vocabulary of {vocabulary}")
+
+
 def check_rows(request: Request, model: Any) -> None:
     """Raise RequestError if a model cannot give what the request wants of its prompt's rows."""
     if request.pooling is not None and (reason := why_no_states(model)) is not None:

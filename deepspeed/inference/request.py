@@ -76,18 +76,6 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset()
 
 
-def check_tokens(tokens: Sequence[int], sampling: SamplingParams, vocabulary: int | None) -> None:
-    """Raise RequestError if a token of a prompt or of its options is none of the vocabulary; None: of any size."""
-    for token in tokens:
-        whole = isinstance(token, int) and not isinstance(token, bool)
-        if not whole or token < 0 or (vocabulary is not None and token >= vocabulary):
-            raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {vocabulary}")
-    for name in ("stop_token_ids", "logit_bias"):
-        for token in getattr(sampling, name) if vocabulary is not None else ():
-            if token >= vocabulary:
-                raise RequestError(f"{token} in {name} is no token of a vocabulary of {vocabulary}")
-
-
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
     """Return the number of prompt positions of a `generate` call with the arguments `args` and `kwargs`.
 
