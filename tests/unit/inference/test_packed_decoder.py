@@ -86,7 +86,8 @@ def test_padded_inputs_give_the_logits_of_the_batch(kernels: Any) -> None:
         batch = RaggedBatch(batches[number], 4, CPU)
         assert executor.native(batch) and PassSizes.of(batch.spans, 4, executor.tiling).fits(sizes)
         inputs.fill(batch, executor.tiling)
-        before = [pool.clone() for pool in executor._pools]
+        pools = [pool for pair in executor.store.layers.values() for pool in pair]
+        before = [pool.clone() for pool in pools]
         launches = len(kernels.launches)
         logits = executor.compute(inputs)
         grids = kernels.launches[launches:]
@@ -95,7 +96,7 @@ def test_padded_inputs_give_the_logits_of_the_batch(kernels: Any) -> None:
         launches = len(kernels.launches)
         executor.compute(inputs)
         assert kernels.launches[launches:] == grids  # of sizes alone
-        for pool, old in zip(executor._pools, before, strict=True):
+        for pool, old in zip(pools, before, strict=True):
             assert torch.equal(pool[: 2 * 4], old[: 2 * 4])  # padding writes nothing: pages -1 and 0 are nobody's
 
 
