@@ -66,6 +66,7 @@ class PackedDecoder:
     """
 
     kind = "packed"
+    unfused = "its native form is for CPUs"
 
     def __init__(self, paged: PagedExecutor, kernels: Kernels, block: int = 0, interleaved: bool = False) -> None:
         self.plain, self.model, self.store, self.kernels = paged, paged.model, paged.store, kernels
