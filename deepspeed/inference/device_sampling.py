@@ -10,6 +10,7 @@ import torch
 from deepspeed.inference.beam_search import BeamGroup
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch, RowSampling
+from deepspeed.inference.executors.select import device_of
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.ops.triton.sampling import options_of
 
@@ -39,6 +40,8 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
     samplings, seeds, counts, seen = [], [], [], []
     for rows in slices:
         on_device = chooses(rows)
+        if (sampler := getattr(rows.sequence, "sampler", None)) is not None:
+            sampler.counted = True  # draws of the host, too, use numbers that the device can draw
         for place in range(rows.wanted):
             ahead = place - rows.scored
             if not on_device or ahead < 0:
@@ -46,7 +49,6 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
                 seeds.append(0)
                 counts.append(0)
                 continue
-            sampler = rows.sequence.sampler
             entries = sampler.entries(rows.drafts[:ahead], vocabulary)
             seen += [(len(samplings), token, entry) for token, entry in entries.items()]
             samplings.append(sampler.sampling)
@@ -56,6 +58,23 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
     return RowSampling(
         options_of(samplings), torch.tensor(seeds, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32), table
     )
+
+
+def run_pass(
+    executor: Any, slices: Sequence[BatchSlice], page_size: int, vocabulary: int = 0
+) -> tuple[RaggedBatch, torch.Tensor, list[int]]:
+    """Run a pass; return its batch, its logits and a token for each of their rows, as `chosen_tokens`.
+
+    Args:
+        executor: executor of the pass.
+        slices: its rows.
+        page_size: tokens per page.
+        vocabulary: number of tokens, for penalties.
+    """
+    batch = RaggedBatch(slices, page_size, device_of(executor.model), getattr(executor, "even", False))
+    batch.sampling = row_sampling(executor, slices, vocabulary)
+    logits = executor.run(batch)
+    return batch, logits, chosen_tokens(batch, logits)
 
 
 def chosen_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:

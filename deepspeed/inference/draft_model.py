@@ -11,9 +11,8 @@ from torch import nn
 
 from deepspeed.errors import NotAvailableError, RequestError
 from deepspeed.foundation.transformers_model import vocabulary_size
-from deepspeed.inference.device_sampling import chosen_tokens, row_sampling
-from deepspeed.inference.executors.ragged_batch import RaggedBatch
-from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, settle_attention
+from deepspeed.inference.device_sampling import run_pass
+from deepspeed.inference.executors.select import exclusive_pass, select_executor, settle_attention
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup, TokenSequence
@@ -220,10 +219,7 @@ class DraftModel:
         slices = self.scheduler.plan()
         if not slices:
             return False
-        even = getattr(self._executor, "even", False)
-        batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
-        batch.sampling = row_sampling(self._executor, slices, 0)
-        chosen = iter(chosen_tokens(batch, self._executor.run(batch)))
+        chosen = iter(run_pass(self._executor, slices, self.pages.size)[2])
         for rows in slices:
             proposer, count = counts.get(rows.sequence, (None, 0))
             more = False  # a sequence whose last token is computed has nothing to do until the next drafts

@@ -21,14 +21,13 @@ from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapter
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
-from deepspeed.inference.device_sampling import chosen_tokens, row_sampling
+from deepspeed.inference.device_sampling import run_pass
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
 from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
-from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.executors.select import (
-    device_of,
     exclusive_pass,
     packable,
     select_executor,
@@ -82,8 +81,8 @@ class Generator:
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.
-        batch_invariant: on a GPU, multiply rows in blocks of one size, so that a request's logits do not depend on the
-            other requests of a pass, bit by bit; prompts take longer. On a CPU, native passes always have this.
+        batch_invariant: on a GPU, multiply rows in blocks of one size, so that other requests of a pass do not change a
+            bit of a request's logits, as in native passes on a CPU; prompts take longer.
         cuda_graphs: on a GPU, capture passes of next tokens as CUDA graphs where they run by kernels alone: at the
             start, by padded number of sequences, at most 12. Other passes, and all passes on a CPU, run eagerly.
 
@@ -254,7 +253,6 @@ class Generator:
                 self._fallback_requests[request.ident] = sequence
             else:
                 sequence.proposer = None if request.pooling else self._proposer(sequence)
-                sequence.sampler.counted = getattr(self._executor, "samples", False)
                 self._scheduler.add(sequence)
 
     def _join_group(self, sequence: LiveSequence, name: Hashable | None) -> None:
@@ -414,7 +412,7 @@ class Generator:
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
-        if not self._live and hasattr(self._executor, "look"):
+        if hasattr(self._executor, "look") and not self._live:
             self._executor.look()  # it may move weights in memory, which counts as a change
         version, switches = self.weights.version, self.weights.switches
         if (version, switches) != self._weights_seen and not self._live:
@@ -518,11 +516,7 @@ class Generator:
         slices = by_adapter(self._scheduler.plan(self._guess if drafting else None))
         if not slices:
             return []
-        even = getattr(self._executor, "even", False)
-        batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
-        batch.sampling = row_sampling(self._executor, slices, self.vocabulary or 0)
-        logits = self._executor.run(batch)
-        chosen = chosen_tokens(batch, logits)
+        batch, logits, chosen = run_pass(self._executor, slices, self.pages.size, self.vocabulary or 0)
         draw_plainly(slices, logits, chosen)
         outputs, first, row = [], 0, 0
         for rows in slices:

@@ -19,7 +19,9 @@ from torch import nn
 from deepspeed.accelerator.cuda_driver import compute_capability
 from deepspeed.errors import DeepSpeedError, PackingError
 from deepspeed.inference.executors.mask_shape import MaskShape, mask_shape
-from deepspeed.ops.triton.attention import AttentionRule, Kernels, PagedRows, PlannedRows, attend_pages
+from deepspeed.inference.executors.pass_inputs import PassInputs
+from deepspeed.inference.executors.ragged_batch import RaggedBatch
+from deepspeed.ops.triton.attention import AttentionRule, Kernels, attend_pages
 from deepspeed.ops.triton.variants import attention_variants, unsupported
 
 FLASH_PAGE = 256  # flash attention reads pages of a multiple of so many tokens
@@ -62,21 +64,6 @@ class LayerAttention:
         return AttentionRule(self.scale, self.shape.window, self.shape.chunk, self.cap)
 
 
-class RowsOfPass(Protocol):
-    """What attention reads of a pass: `RaggedBatch`, or `pass_inputs.PassInputs`."""
-
-    page_size: int
-
-    @property
-    def paged_rows(self) -> PagedRows | PlannedRows: ...
-    @property
-    def block_table(self) -> torch.Tensor: ...
-    @property
-    def row_starts(self) -> torch.Tensor: ...
-    @property
-    def context_lengths(self) -> torch.Tensor: ...
-
-
 class AttentionWay(Protocol):
     """A way to compute attention on pages."""
 
@@ -91,7 +78,7 @@ class AttentionWay(Protocol):
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RowsOfPass,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of all rows of a pass, [rows, heads, value size]; `query`: [rows, heads, head size]."""
@@ -128,7 +115,7 @@ class FlashWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RowsOfPass,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, page = batch.paged_rows, batch.page_size
@@ -169,7 +156,7 @@ class KernelWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RowsOfPass,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         return attend_pages(self.kernels, query, pools, batch.paged_rows, batch.page_size, layer.rule, sinks)

@@ -312,7 +312,7 @@ def shift_of(part: NormPart) -> float:
     weight = part.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TRIAL, weight.numel(), generator=generator).to(weight.device, weight.dtype)
-    found = part.module(x).float()
+    output = part.module(x).float()
     values = x.float()
     values = values - values.mean(-1, keepdim=True) if part.centred else values
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + part.eps)
@@ -320,6 +320,6 @@ def shift_of(part: NormPart) -> float:
         wanted = values * (weight.float() + shift)
         wanted = wanted if part.bias is None else wanted + part.bias.float()
         limit = (1e-4 if weight.dtype == torch.float32 else 0.02) * (1 + wanted.abs())
-        if bool(((found - wanted).abs() <= limit).all()):
+        if bool(((output - wanted).abs() <= limit).all()):
             return shift
     raise PackingError(f"{part.name} computes another norm")

@@ -67,6 +67,7 @@ class PackedDecoder:
     """
 
     kind = "packed"
+    unfused = "its native form is for CPUs"
 
     def __init__(self, paged: PagedExecutor, kernels: Kernels, block: int = 0, interleaved: bool = False) -> None:
         self.plain, self.model, self.kernels = paged, paged.model, kernels

@@ -113,8 +113,7 @@ class PassSizes:
 
     def fits(self, other: PassSizes) -> bool:
         """Whether a pass of these sizes can be padded to `other`."""
-        mine, theirs = vars(self), vars(other)
-        return self.every == other.every and all(mine[name] <= theirs[name] for name in mine)
+        return self.every == other.every and all(size <= vars(other)[name] for name, size in vars(self).items())
 
     def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor of the buffer, in their order."""

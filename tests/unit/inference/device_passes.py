@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from deepspeed.inference import Generator, Request, SamplingParams
+from deepspeed.inference import Generator, Request, SamplingParams, device_sampling
 from deepspeed.inference.executors import attention_ways, select
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from tests.unit.inference.reference_kernels import ReferenceKernels, only_way, planned_drafts
@@ -110,8 +110,11 @@ def drawn(model: Any, on_device: bool, answers: dict[Any, list[int]] | None = No
     tokens: dict[Any, list[int]] = {name: [] for name in OPTIONS}
     for name, options in OPTIONS.items():
         generator.submit(Request(name, texts[name], SamplingParams(max_new_tokens=6, ignore_eos=True, **options)))
-    executor.samples = on_device
-    with planned_drafts(list(texts.values()), list((answers or tokens).values())):
+    chooses = device_sampling.chooses if on_device else lambda rows: False
+    with (
+        planned_drafts(list(texts.values()), list((answers or tokens).values())),
+        mock.patch.object(device_sampling, "chooses", chooses),
+    ):
         while not generator.idle:
             for output in generator.step():
                 assert output.error is None
