@@ -174,13 +174,14 @@ class DeviceKernels:
         device.launch_kernel(variant.name, tensors, [True] * len(tensors), run)
 
 
-def decoder_both_ways(kernels: Any, seed: int, drafts: int) -> Seen:
+def decoder_both_ways(kernels: Any, seed: int, drafts: int, requests: int = 6, longest: int = 30) -> Seen:
     """Tokens of a schedule of a small Llama by a `PackedDecoder`, with and without graphs; and the load at the end.
 
     Args:
         kernels: kernels that take tensors of the CPU.
         seed: seed of the schedule.
         drafts: largest number of draft tokens.
+        requests, longest: as in `schedule`.
     """
     ways: Any = [attention_ways.KernelWay(DeviceKernels(kernels))]
     small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
@@ -192,17 +193,17 @@ def decoder_both_ways(kernels: Any, seed: int, drafts: int) -> Seen:
             model = llama(num_hidden_layers=1, num_key_value_heads=1, **small, max_position_embeddings=64).to("cuda")
             made = Generator(model, cuda_graphs=graphs, **sizes)
             assert type(made._executor) is PackedDecoder
-            said.append(schedule(made, seed, requests=6, longest=30, vocabulary=8, plain=False))
+            said.append(schedule(made, seed, requests, longest, vocabulary=8, plain=False))
             stats.append(made.load())
             made.close()
         seen.extra = said, stats
     return seen
 
 
-def check_decoder(seen: Seen, drafts: int) -> None:
+def check_decoder(seen: Seen, drafts: int, requests: int = 6) -> None:
     """Replayed tokens are the eager ones, many passes were replays, and the detector has seen nothing."""
     (eager, replayed), (_, stats) = seen.extra
-    assert replayed == eager and len(eager) >= 5
+    assert replayed == eager and len(eager) >= requests - 1
     assert seen.reports == []
-    assert 0 < stats.graphs <= MOST_GRAPHS and stats.replays > 10, stats
+    assert 0 < stats.graphs <= MOST_GRAPHS and stats.replays > 6, stats
     assert stats.drafts > 0 or not drafts

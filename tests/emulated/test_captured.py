@@ -63,17 +63,22 @@ def test_replayed_tokens_are_the_eager_ones(emulated, seed, drafts):
     assert stats.preemptions > 0 or seed > 1
 
 
-def decoder(seed: int, drafts: int) -> Seen:
+def decoder(seed: int, drafts: int, *sizes: int) -> Seen:
     """As `decoder_both_ways`, with kernels in plain torch."""
     from tests.emulated.captured_runs import decoder_both_ways
     from tests.unit.inference.reference_kernels import ReferenceKernels
 
-    return decoder_both_ways(ReferenceKernels(), seed, drafts)
+    return decoder_both_ways(ReferenceKernels(), seed, drafts, *sizes)
 
 
-@pytest.mark.parametrize(
-    ("seed", "drafts"), [(2, 2), *(pytest.param(s, d, marks=pytest.mark.slow) for s in range(20) for d in (0, 1, 3))]
-)
+def test_few_requests_of_the_device_executor_have_the_eager_tokens(emulated):
+    from tests.emulated.captured_runs import check_decoder
+
+    check_decoder(emulated(1).run(decoder, 3, 2, 3, 12, timeout=LIMIT)[0], 0, requests=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "drafts"), [(seed, drafts) for seed in range(20) for drafts in (0, 1, 3)])
 def test_replayed_tokens_of_the_device_executor_are_the_eager_ones(emulated, seed, drafts):
     from tests.emulated.captured_runs import check_decoder
 
