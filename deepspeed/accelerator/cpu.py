@@ -131,6 +131,8 @@ class CpuAccelerator(Accelerator):
         """Call `callback` at once, since no device has to be initialized."""
         callback()
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, error_mode: str = "global"
+    ) -> AbstractContextManager[None]:
         """Return a context without effect: the CPU has no graphs."""
         return nullcontext()

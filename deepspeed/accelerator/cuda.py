@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -123,9 +123,17 @@ class CudaAccelerator(Accelerator):
     def create_graph(self) -> torch.cuda.CUDAGraph:
         return torch.cuda.CUDAGraph()
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Return a context that records operations into `graph`; `pool` and `stream` as in `torch.cuda.graph`."""
-        return torch.cuda.graph(graph, pool=pool, stream=stream)
+    @contextmanager
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, error_mode: str = "global"
+    ) -> Iterator[None]:
+        """Context that records operations into `graph`; other arguments as in `torch.cuda.graph`.
+
+        If the capture fails, the current stream is the one from before; torch leaves that of the capture.
+        """
+        recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=error_mode)
+        with torch.cuda.stream(torch.cuda.current_stream()), recording:
+            yield
 
     def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

@@ -40,9 +40,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 
 OUTLOOKS = (
     Outlook("expert_parallel.* use_data_before_expert_parallelism", "mixture of experts"),
-    Outlook(
-        "hybrid_engine.inference_tp_size hybrid_engine.enable_cuda_graph", "generation over several ranks and on GPUs"
-    ),
+    Outlook("hybrid_engine.inference_tp_size", "generation over several ranks and on GPUs"),
     Outlook(
         "zero_optimization.mics_hierarchical_params_gather sparse_gradients",
         "quantized communication",

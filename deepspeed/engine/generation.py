@@ -58,7 +58,7 @@ class Generation:
             set_by_user = keys.enabled and "max_out_tokens" in keys.model_fields_set
             limits = [length_limit(trained_model(module)), keys.max_out_tokens if set_by_user else None]
             limit = min((each for each in limits if each is not None), default=None)
-            self._generator = Generator(module, max_length=limit)
+            self._generator = Generator(module, max_length=limit, cuda_graphs=keys.enabled and keys.enable_cuda_graph)
         return self._generator
 
     @property

@@ -156,7 +156,6 @@ _DEPRECATED: dict[str, Any] = {
 }
 # key: reason why values other than the default have no effect
 MOOT = {
-    "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
     "use_triton": "torch's and the native kernels are used",
     "triton_autotune": "torch's and the native kernels are used",
     "triangular_masking": "the model masks as its own code says",

@@ -18,6 +18,7 @@ from deepspeed.foundation.log import log_once, log_rank0, warn_once
 from deepspeed.foundation.pytree import leaves_in, map_tensors
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.wrapper import ModuleWrapper
+from deepspeed.inference.captured_forward import CapturedForward
 from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
 from deepspeed.inference.native_generate import NativeGenerate
 from deepspeed.inference.quantization.packed_weight import PackedWeight
@@ -100,6 +101,9 @@ class InferenceEngine(ModuleWrapper):
         self._injected: NativeGenerate | None = None
         if config.replace_with_kernel_inject:
             self._injected = NativeGenerate.of(model, config.lossless_weights)
+        self._captured: CapturedForward | None = None
+        if config.enable_cuda_graph:
+            self._captured = self._capture_forward()
         self._own = True
 
     # -- making ---------------------------------------------------------------------------------------------------
@@ -210,6 +214,16 @@ class InferenceEngine(ModuleWrapper):
         torch.set_rng_state(state.cpu())
         return axis.group
 
+    def _capture_forward(self) -> CapturedForward | None:
+        """Return the caller that replays CUDA graphs; None, with a line of log, where there can be none."""
+        why = "" if self._device.type == "cuda" else "there are graphs on CUDA only"
+        if self._config.tensor_parallel.tp_size > 1:
+            why = why or "ranks that share a model call its forward as it is"
+        if why:
+            log_rank0(f"init_inference: enable_cuda_graph has no effect: {why}")
+            return None
+        return CapturedForward(self.module)
+
     # -- answering ------------------------------------------------------------------------------------------------
 
     @property
@@ -219,9 +233,12 @@ class InferenceEngine(ModuleWrapper):
         return own if own is not None else self._config.config
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward. If its dtype has 16 bits, fp32 and fp64 inputs of 2 or more dims are cast to it."""
+        """Run the module's forward. If its dtype has 16 bits, fp32 and fp64 inputs of 2 or more dims are cast to it.
+
+        With `enable_cuda_graph`, on a GPU, forwards are replayed as CUDA graphs; results then have no gradients.
+        """
         inputs, kwargs = self._cast((inputs, kwargs))
-        return self.module(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs) if self._captured is None else self._captured(inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Check prompt and answer lengths, then call the module's `generate` with arguments cast as in `forward`.
@@ -328,10 +345,10 @@ class InferenceEngine(ModuleWrapper):
         self._load_weights(module, self._inputs_in, self._device)
 
     def destroy(self) -> None:
-        """Remove the timing hooks and free the native executor; the module stays usable."""
+        """Remove the timing hooks, and free the native executor and CUDA graphs; the module stays usable."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._times = [], []
+        self._hooks, self._times, self._captured = [], [], None
         if self._injected is not None:
             self._injected.close()
             self._injected = None

@@ -21,13 +21,13 @@ from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapter
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
+from deepspeed.inference.device_sampling import run_pass
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
+from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
-from deepspeed.inference.executors.native_tensors import largest
-from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.executors.select import (
-    device_of,
     exclusive_pass,
     packable,
     select_executor,
@@ -38,7 +38,7 @@ from deepspeed.inference.executors.select import (
 )
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.live_sequence import LiveSequence, draw_plainly
-from deepspeed.inference.prompt_rows import pool_alone, score_alone, why_no_states
+from deepspeed.inference.prompt_rows import check_rows, check_tokens, pool_alone, score_alone
 from deepspeed.inference.request import EngineStats, Output, Request, end_tokens, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
@@ -81,6 +81,10 @@ class Generator:
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.
+        batch_invariant: on a GPU, multiply rows in blocks of one size, so that other requests of a pass do not change a
+            bit of a request's logits, as in native passes on a CPU; prompts take longer.
+        cuda_graphs: on a GPU, capture passes of next tokens as CUDA graphs where they run by kernels alone: at the
+            start, by padded number of sequences, at most 12. Other passes, and all passes on a CPU, run eagerly.
 
     Raises:
         RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
@@ -107,6 +111,8 @@ class Generator:
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
+        batch_invariant: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
         for name, size in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
@@ -122,7 +128,7 @@ class Generator:
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
-        self._lossless = lossless_weights
+        self._lossless, self._invariant, self._cuda_graphs = lossless_weights, batch_invariant, cuda_graphs
         self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
         self._choose_executor()
         self._draft = self._make_draft(draft_model, lossless_weights)
@@ -151,10 +157,13 @@ class Generator:
         warn_of(self.model, self._executor, self.why)
         self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
-        settle_attention(self._executor, page_size)
+        self._executor = settle_attention(self._executor, page_size, self._invariant)
         self._scheduler = Scheduler(
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
+        if self._cuda_graphs:
+            most, length = min(max_sequences, max_batch_tokens), self.packed_length or 0
+            capture_passes(self._executor, most, length, self._speculation, DRAFTING_STREAMS)
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
         """Allocate the executor's KV cache, RequestError if too small; return its pages (1 without executor)."""
@@ -200,10 +209,8 @@ class Generator:
             UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
-        matcher = None
-        if (
-            sampling.structured is not None and not request.pooling
-        ):  # before the lock: other requests go on while it is compiled
+        matcher = None  # made before the lock: other requests go on while it is compiled
+        if sampling.structured is not None and not request.pooling:
             matcher = self.constraints.matcher(sampling.structured, tokens)
         with self._lock:
             if self._closed:
@@ -351,7 +358,7 @@ class Generator:
             waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
             scheduler, pages = self._scheduler, self.pages
             counts = scheduler.preemptions, scheduler.looked_up, scheduler.reused, self._drafts, self._accepted_drafts
-            return EngineStats(running, waiting, pages.available, pages.count, *counts)
+            return EngineStats(running, waiting, pages.available, pages.count, *counts, *graph_counts(self._executor))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
@@ -405,6 +412,8 @@ class Generator:
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
+        if hasattr(self._executor, "look") and not self._live:
+            self._executor.look()  # it may move weights in memory, which counts as a change
         version, switches = self.weights.version, self.weights.switches
         if (version, switches) != self._weights_seen and not self._live:
             self._weights_seen = version, switches
@@ -465,6 +474,7 @@ class Generator:
             self.refresh()
             if self._executor is not None:
                 self._executor.store = self._executor.store.resized(0, self.pages.size)
+                drop_graphs(self._executor)
 
     def close(self) -> None:
         """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
@@ -474,6 +484,7 @@ class Generator:
             self._closed = True
             if self._executor is not None:
                 self._executor.store.layers.clear()
+                drop_graphs(self._executor)
             if self._draft is not None:
                 self._draft.close()
 
@@ -488,30 +499,14 @@ class Generator:
                 f"a prompt of {len(tokens)} tokens and {new} new ones are {len(tokens) + new}, over the limit of "
                 f"{self.limit} tokens; shorten the prompt or ask for fewer"
             )
-        size = self.vocabulary
-        for token in tokens:
-            whole = isinstance(token, int) and not isinstance(token, bool)
-            if not whole or token < 0 or (size is not None and token >= size):
-                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {size}")
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(request.sampling, name) if self.vocabulary is not None else ():
-                if token >= self.vocabulary:
-                    raise RequestError(f"{token} in {name} is no token of a vocabulary of {self.vocabulary}")
+        check_tokens(tokens, request.sampling, self.vocabulary)
         if request.sampling.beams > self._scheduler.max_sequences:
             most = self._scheduler.max_sequences
             raise RequestError(f"{request.sampling.beams} beams are more than the {most} sequences that may run")
         self._adapters.get(request.adapter)
-        self._check_rows(request)
+        check_rows(request, self.model)
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
-
-    def _check_rows(self, request: Request) -> None:
-        """Raise RequestError if the model cannot give what the request wants of its prompt's rows."""
-        if request.pooling is not None and (reason := why_no_states(self.model)) is not None:
-            raise RequestError(f"{type(self.model).__name__} gives no embeddings: {reason}")
-        scored = request.sampling.prompt_logprobs is not None and not request.pooling
-        if scored and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-            raise RequestError(f"{type(self.model).__name__} has no prompt_logprobs: its encoder reads the prompt")
 
     def _packed_step(self) -> list[Output]:
         streams = sum(sequence.decodes for sequence in self._scheduler.running)
@@ -521,10 +516,7 @@ class Generator:
         slices = by_adapter(self._scheduler.plan(self._guess if drafting else None))
         if not slices:
             return []
-        even = getattr(self._executor, "even", False)
-        batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
-        logits = self._executor.run(batch)
-        chosen = largest(logits) if len(logits) else []
+        batch, logits, chosen = run_pass(self._executor, slices, self.pages.size, self.vocabulary or 0)
         draw_plainly(slices, logits, chosen)
         outputs, first, row = [], 0, 0
         for rows in slices:
@@ -618,14 +610,15 @@ class Generator:
             if token < 0:
                 sequence.reason = "error"
                 break
-            plain = sequence.sampler.plain
+            plain, drawn = sequence.sampler.plain, sequence.sampler.drawn
             try:
-                accepted.append(sequence.take(None if plain else logits[place], token if plain else None))
+                accepted.append(sequence.take(None if plain or drawn else logits[place], token if plain else None))
             except Exception as error:  # errors of the tokenizer or the options
                 sequence.fail(error)
                 break
             if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
                 break
+        sequence.sampler.drawn = []  # those after a wrong draft
         return accepted
 
     def _begin_others(self, source: LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:

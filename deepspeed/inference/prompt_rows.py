@@ -12,7 +12,7 @@ from deepspeed.foundation.hf_forward import accepts, without_cache
 from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
 from deepspeed.inference.logprobs import log_probs
-from deepspeed.inference.request import Logprob
+from deepspeed.inference.request import Logprob, Request
 from deepspeed.inference.sampling_params import SamplingParams
 
 BLOCK = 64  # rows whose log-probabilities are computed at a time
@@ -96,6 +96,27 @@ def why_no_states(model: Any) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "it has an encoder, whose states are of another kind"
     return "it has no base model under a head" if base is None or base is model else None
+
+
+def check_tokens(tokens: Sequence[int], sampling: SamplingParams, vocabulary: int | None) -> None:
+    """Raise RequestError if a token of a prompt or of its options is none of the vocabulary; None: of any size."""
+    for token in tokens:
+        whole = isinstance(token, int) and not isinstance(token, bool)
+        if not whole or token < 0 or (vocabulary is not None and token >= vocabulary):
+            raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {vocabulary}")
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(sampling, name) if vocabulary is not None else ():
+            if token >= vocabulary:
+                raise RequestError(f"{token} in {name} is no token of a vocabulary of {vocabulary}")
+
+
+def check_rows(request: Request, model: Any) -> None:
+    """Raise RequestError if a model cannot give what the request wants of its prompt's rows."""
+    if request.pooling is not None and (reason := why_no_states(model)) is not None:
+        raise RequestError(f"{type(model).__name__} gives no embeddings: {reason}")
+    scored = request.sampling.prompt_logprobs is not None and not request.pooling
+    if scored and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise RequestError(f"{type(model).__name__} has no prompt_logprobs: its encoder reads the prompt")
 
 
 def _inputs(model: Any, tokens: Sequence[int]) -> dict[str, Any]:

@@ -244,6 +244,9 @@ class EngineStats:
         reused: tokens among them that were found there.
         drafts: draft tokens so far (speculative decoding).
         accepted: those of them that were the request's own tokens.
+        graphs: CUDA graphs of captured passes.
+        graph_bytes: device memory that they hold, with their inputs and outputs.
+        replays: passes so far that were replays of graphs.
     """
 
     running: int
@@ -255,3 +258,6 @@ class EngineStats:
     reused: int = 0
     drafts: int = 0
     accepted: int = 0
+    graphs: int = 0
+    graph_bytes: int = 0
+    replays: int = 0

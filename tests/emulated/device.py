@@ -6,12 +6,15 @@ What a CUDA build of torch has in C++ under `torch.cuda` is set here, on top of 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from tests.emulated import build
 
@@ -36,8 +39,8 @@ native: Any = _load()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.cuda import graphs  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 torch._emulated = True  # type: ignore[attr-defined]
 cuda: Any = torch.cuda
@@ -127,51 +130,6 @@ def current_stream(device: Any = None) -> Stream:
 
 def default_stream(device: Any = None) -> Stream:
     return Stream(stream_id=0, device_index=_device(device).index, device_type=1)
-
-
-class _Capture(TorchDispatchMode):
-    """Notes what is called, with its results; what is noted has not happened: results are NaN, writes are undone."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written = [v for a, v in zip(func._schema.arguments, args, strict=False) if a.is_write]
-        before = [tensor.clone() for tensor in written]
-        out = func(*args, **kwargs)
-        for tensor, values in zip(written, before, strict=True):
-            tensor.copy_(values)
-        if not func.is_view:
-            self.graph.calls.append((func, args, kwargs, None if written else out))
-            if not written and isinstance(out, torch.Tensor) and out.is_floating_point():
-                out.fill_(float("nan"))
-        return out
-
-
-class Graph:
-    """`torch.cuda.CUDAGraph` for operators with one result."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def replay(self) -> None:
-        for func, args, kwargs, out in self.calls:
-            again = func(*args, **kwargs)
-            if out is not None:
-                out.copy_(again)
-
-
-class graph:  # noqa: N801  torch's name
-    def __init__(self, cuda_graph: Graph, pool: Any = None, stream: Any = None) -> None:
-        self._mode = _Capture(cuda_graph)
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
 
 
 class _Runtime:
@@ -266,7 +224,6 @@ def _names() -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "_lazy_call": lambda callback, **_: callback(),
         "_is_in_bad_fork": lambda: False,
-        "is_current_stream_capturing": lambda: False,
         "device_count": native.device_count,
         "current_device": native.current_device,
         "set_device": lambda device: native.set_device(_index(device)),
@@ -280,8 +237,6 @@ def _names() -> dict[str, Any]:
         "set_stream": set_stream,
         "current_stream": current_stream,
         "default_stream": default_stream,
-        "CUDAGraph": Graph,
-        "graph": graph,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "emulated",
         "get_device_properties": _properties,
@@ -317,9 +272,33 @@ class ProcessGroupNCCL(metaclass=_IsNCCL):
         return native.EmulatedNCCL(inner, rank, size, options)
 
 
+def _install_graphs() -> None:
+    """Let torch's own Python of graphs stand on the emulated device's."""
+    inside: Any = torch._C
+    inside._CUDAGraph, inside._graph_pool_handle = native.Graph, native.new_pool
+    inside._cuda_isCurrentStreamCapturing, inside._host_emptyCache = native.is_capturing, lambda: None
+    with mock.patch.object(inside, "_CudaStreamBase", object, create=True):  # else it takes empty classes instead
+        importlib.reload(graphs)
+    for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing", "make_graphed_callables"):
+        setattr(cuda, name, getattr(graphs, name))
+
+
+def launch_kernel(what: str, tensors: list[Any], written: list[bool], run: Callable[[list[Any]], None]) -> None:
+    """Launch `run` over CPU tensors of the same bytes, as one kernel on the current stream; a graph takes it up.
+
+    Args:
+        what: its name in reports.
+        tensors: tensors of the device.
+        written: which of them it writes.
+        run: called with the CPU tensors, in each replay again.
+    """
+    native.launch_kernel(what, tensors, written, run)
+
+
 def _install() -> None:
     for name, value in _names().items():
         setattr(cuda, name, value)
+    _install_graphs()
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _push, lambda: ranges.pop() and len(ranges)
     inside: Any = torch._C
     inside._cuda_getCurrentRawStream = lambda device: 0

@@ -1,4 +1,7 @@
-"""Generation whose attention runs in the interpreted kernels: the tokens of the way without them, in fp32."""
+"""Generation through modules whose attention runs in the interpreted kernels: the tokens of `generate`, in fp32.
+
+Passes without modules: `test_device_passes.py`.
+"""
 
 from __future__ import annotations
 

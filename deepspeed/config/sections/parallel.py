@@ -156,7 +156,7 @@ class HybridEngine(Section):
         True, "stage 3: gather the whole model once for a generation, instead of layer by layer in every pass"
     )
     tp_gather_partition_size: Int = moot(8, "layers gathered at a time", "generation is not cut over ranks", ge=1)
-    enable_cuda_graph: bool = later(False, "record generation as a CUDA graph")
+    enable_cuda_graph: bool = key(False, "on a GPU, capture passes of next tokens as CUDA graphs where kernels suffice")
 
 
 class WeightQuantization(Section):

@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.accelerator.cuda_driver import compute_capability
 from deepspeed.errors import DeepSpeedError, PackingError
 from deepspeed.inference.executors.mask_shape import MaskShape, mask_shape
+from deepspeed.inference.executors.pass_inputs import PassInputs
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
 from deepspeed.ops.triton.attention import AttentionRule, Kernels, attend_pages
 from deepspeed.ops.triton.variants import attention_variants, unsupported
@@ -77,7 +78,7 @@ class AttentionWay(Protocol):
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of all rows of a pass, [rows, heads, value size]; `query`: [rows, heads, head size]."""
@@ -114,7 +115,7 @@ class FlashWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, page = batch.paged_rows, batch.page_size
@@ -155,7 +156,7 @@ class KernelWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RaggedBatch | PassInputs,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         return attend_pages(self.kernels, query, pools, batch.paged_rows, batch.page_size, layer.rule, sinks)

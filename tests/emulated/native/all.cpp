@@ -2,5 +2,6 @@
 #include "memory.cpp"
 #include "streams.cpp"
 #include "operators.cpp"
+#include "graphs.cpp"
 #include "nccl.cpp"
 #include "module.cpp"

@@ -235,15 +235,36 @@ Opened::~Opened() {
   for (auto& memory : held_) close(*memory);
 }
 
+namespace {
+void count_allocated(int device, int64_t bytes) {
+  allocated[device] += bytes;
+  peak[device] = std::max(peak[device], allocated[device]);
+  reserved[device] = std::max(reserved[device], allocated[device] - pooled_lent[device] + pooled[device]);
+  reserved_peak[device] = std::max(reserved_peak[device], reserved[device]);
+}
+}  // namespace
+
 c10::DataPtr allocate(size_t bytes, int device) {
   Device where = device < 0 ? Device(DeviceType::CPU) : Device(DeviceType::CUDA, device);
   if (bytes == 0) return {nullptr, nullptr, +[](void*) {}, where};
   Site site = here();
   int home = device < 0 ? -1 : current_stream(device);
   Lock lock;
-  if (device >= 0 && allocated[device] + (int64_t)bytes > settings.limit)
-    C10_THROW_ERROR(OutOfMemoryError, c10::str("CUDA out of memory. Tried to allocate ", bytes, " bytes (emulated: ",
-                                               settings.limit, " bytes, ", allocated[device], " in use)"));
+  GraphRef graph = device < 0 ? nullptr : capture_of(home);
+  if (device >= 0) {
+    may_launch(home, "an allocation", site);
+    int64_t used = allocated[device] - pooled_lent[device] + pooled[device];
+    if (used + (int64_t)bytes > settings.limit)
+      C10_THROW_ERROR(OutOfMemoryError, c10::str("CUDA out of memory. Tried to allocate ", bytes, " bytes (emulated: ",
+                                                 settings.limit, " bytes, ", used, " in use)"));
+  }
+  if (graph)
+    if (Held memory = lend(graph->pool, bytes, device, home)) {
+      memory->born = site;
+      graph->born.insert(memory);
+      count_allocated(device, memory->size);
+      return {memory->base, memory->base, &free_memory, where};
+    }
   auto memory = std::make_shared<Memory>();
   memory->size = bytes;
   memory->mapped = (bytes + kPage - 1) / kPage * kPage;
@@ -255,10 +276,15 @@ c10::DataPtr allocate(size_t bytes, int device) {
   memory->base = (char*)base;
   if (settings.poison) memset(base, 0xFF, bytes);
   if (device >= 0) {
-    allocated[device] += bytes;
-    peak[device] = std::max(peak[device], allocated[device]);
-    reserved[device] = std::max(reserved[device], allocated[device]);
-    reserved_peak[device] = std::max(reserved_peak[device], reserved[device]);
+    if (graph) {
+      memory->pool = graph->pool;
+      memory->of_graphs = true;
+      memory->size = memory->mapped;  // whoever is lent it next may need more of it
+      graph->born.insert(memory);
+      give_to_pool(memory);
+      pooled_lent[device] += memory->size;
+    }
+    count_allocated(device, memory->size);
     if (settings.protect) protect(*memory);
   } else {
     counters["pinned.allocations"]++;
@@ -269,16 +295,27 @@ c10::DataPtr allocate(size_t bytes, int device) {
   return {base, base, &free_memory, where};
 }
 
+void forget(const Held& memory) {
+  memory->freed = true;
+  std::unique_lock<std::recursive_mutex> own(memory_mutex);
+  table.erase(memory->base);  // what is late holds the bytes
+}
+
 void free_memory(void* address) {
   Site site = here();
   Lock lock;
   Held memory = memory_at(address);
   if (!memory) return;
   if (memory->device >= 0) {
-    // The caching allocator gives a block to its own stream again at once, so that stream must follow every use.
+    // The caching allocator gives a block to its own stream again at once, so that stream must follow every use. A
+    // pool's block comes back into use with the next capture, whose replays are compared with what is in the log.
+    GraphRef graph = capture_of(memory->home);
     Clock home = stream(memory->home).seen;
     merge(home, host_seen);
-    for (auto& access : memory->log)
+    static const std::vector<Access> none;
+    bool captured = graph && graph->logs.count(memory.get());
+    auto& log = captured ? graph->logs[memory.get()] : memory->of_graphs ? none : memory->log;
+    for (auto& access : log)
       if (access.stream != memory->home && access.when > last_of(home, access.stream) &&
           !memory->recorded.count(access.stream)) {
         report("FREED in use: memory of stream " + std::to_string(memory->home) + " [born " + text(memory->born) +
@@ -287,12 +324,17 @@ void free_memory(void* address) {
         break;
       }
     allocated[memory->device] -= memory->size;
+    if (memory->pool) {
+      memory->lent = false;
+      pooled_lent[memory->device] -= memory->size;
+      return;
+    }
   } else {
     guarded.erase(memory.get());
     pinned_bytes -= memory->mapped;
   }
-  std::unique_lock<std::recursive_mutex> own(memory_mutex);
-  table.erase(memory->base);  // what is late holds the bytes
+  memory->died = site;
+  forget(memory);
 }
 
 bool is_pinned(const void* address) {
@@ -322,8 +364,8 @@ bool host_unregister(char* address) {
   set_guard(*memory, 0);
   guarded.erase(memory.get());
   pinned_bytes -= memory->mapped;
-  std::unique_lock<std::recursive_mutex> own(memory_mutex);
-  table.erase(address);
+  memory->died = site;
+  forget(memory);
   return true;
 }
 
@@ -380,19 +422,28 @@ void advance(int id) {
   on.seen[id]++;
 }
 void launch(int id, const std::string& what, int64_t bytes, const Site& site) {
+  may_launch(id, what, site);
   advance(id);
+  if (GraphRef graph = capture_of(id)) {
+    graph->last[id] = {last_of(stream(id).seen, id), site};
+    graph->bytes += bytes;
+    counters["launch.captured"]++;
+    return;
+  }
   counters["launch"]++;
   if (settings.trace) trace.push_back({what, id, bytes, site});
 }
 
 void use(int id, const Range& range, bool write, const std::string& what, const Site& site) {
-  if (!settings.races || range.empty()) return;
+  if ((!settings.races && !stream(id).capture) || range.empty()) return;
   Held memory = memory_at(range.low);
   if (!memory) return;
   auto& on = stream(id);
+  if (on.capture) note(on.capture, memory, range, write, what, site);
+  auto& log = on.capture ? on.capture->logs[memory.get()] : memory->log;
   std::vector<Access> kept;
-  kept.reserve(memory->log.size() + 1);
-  for (auto& access : memory->log) {
+  kept.reserve(log.size() + 1);
+  for (auto& access : log) {
     bool ordered = access.stream == id || access.when <= last_of(on.seen, access.stream);
     if (!ordered && (write || access.write) && access.range.meets(range))
       report(std::string("RACE on ") + (memory->device < 0 ? "pinned" : "device") + " memory: " +
@@ -407,7 +458,7 @@ void use(int id, const Range& range, bool write, const std::string& what, const 
     kept.erase(std::remove_if(kept.begin(), kept.end(), settled), kept.end());
   }
   kept.push_back({range, id, last_of(on.seen, id), write, what, site});
-  memory->log = std::move(kept);
+  log = std::move(kept);
   if (memory->device < 0) guard_by_clock(*memory);
 }
 

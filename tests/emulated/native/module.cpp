@@ -55,14 +55,55 @@ PYBIND11_MODULE(_emulated_device, m) {
     reserved_peak[index(device)] = reserved[index(device)];
   });
   m.def("empty_cache", [=] {
+    Site site = here();
     Lock lock;
+    may_wait(-1, "cudaFree of empty_cache", site);
     counters["empty_cache"]++;
-    reserved[index(-1)] = allocated[index(-1)];
+    int device = index(-1);
+    reserved[device] = allocated[device] - pooled_lent[device] + pooled[device];
   });
   m.def("limit", [] { return settings.limit; });
   m.def("host_register", [](uintptr_t address, size_t bytes) { host_register((char*)address, bytes); });
   m.def("host_unregister", [](uintptr_t address) { return host_unregister((char*)address); });
   m.def("resize_storage", [](const Tensor& over, int64_t bytes) { resize_storage(over.storage(), bytes); }, release());
+  py::class_<Graph, GraphRef>(m, "Graph")
+      .def(py::init([](bool) { return std::make_shared<Graph>(); }), py::arg("keep_graph") = false)
+      .def("capture_begin",
+           [](const GraphRef& graph, std::optional<std::pair<int64_t, int64_t>> pool, const std::string& mode) {
+             const std::map<std::string, Mode> modes = {
+                 {"global", Mode::kGlobal}, {"thread_local", Mode::kThreadLocal}, {"relaxed", Mode::kRelaxed}};
+             TORCH_CHECK(modes.count(mode), "Unknown capture error mode. Expected `global`, `thread_local`, or "
+                         "`relaxed`, got ", mode);
+             capture_begin(graph, pool ? pool->second : 0, modes.at(mode));
+           },
+           py::arg("pool") = py::none(), py::arg("capture_error_mode") = "global")
+      .def("capture_end", &capture_end)
+      .def("instantiate", [](const GraphRef&) {})
+      .def("replay", &replay)
+      .def("reset", [](const GraphRef& graph) { reset(*graph); })
+      .def("pool", [](const GraphRef& graph) { return std::make_pair(int64_t(0), graph->pool); })
+      .def("register_generator_state", [](const GraphRef&, const py::object&) {})
+      .def("nodes", [](const GraphRef& graph) {
+        Lock lock;
+        std::vector<std::string> said;
+        for (auto& node : graph->nodes) said.push_back(node.what);
+        return said;
+      });
+  m.def("new_pool", [] { return std::make_pair(int64_t(0), new_pool()); });
+  m.def("bytes_of_pool", [](std::pair<int64_t, int64_t> pool) { return bytes_of_pool(pool.second); });
+  m.def("is_capturing", [] { Lock lock; return capture_of(current_stream()) != nullptr; });
+  m.def("launch_kernel", [](const std::string& what, const std::vector<Tensor>& tensors,
+                            const std::vector<bool>& written, py::function function) {
+    auto kept = std::shared_ptr<py::function>(new py::function(std::move(function)), [](py::function* held) {
+      py::gil_scoped_acquire gil;
+      delete held;
+    });
+    launch_kernel(what, tensors, written, [kept](const std::vector<Tensor>& aliases) {
+      py::gil_scoped_acquire gil;
+      (*kept)(aliases);
+    });
+  });
+
   m.def("generator", [](int device) { return generator(device); });
 
   py::module_::import("torch.distributed");

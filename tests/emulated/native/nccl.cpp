@@ -75,7 +75,9 @@ EmulatedWork::~EmulatedWork() {
 }
 
 bool EmulatedWork::isCompleted() {
+  Site site = here();
   Lock lock;
+  may_wait(stream_, "cudaEventQuery", site);
   if (done_.wait_for(std::chrono::seconds(0)) != std::future_status::ready || asked_++ < 3) return false;
   host_follows(end_);
   return true;
@@ -90,9 +92,26 @@ bool EmulatedWork::isSuccess() const {
 }
 bool EmulatedWork::wait(std::chrono::milliseconds) {
   std::vector<Tensor> dropped;
+  Site site = here();
   Lock lock;
   int id = current_stream(stream(stream_).device);
+  GraphRef graph = capture_of(id);
+  if (!slot_ != !graph || (slot_ && stream(stream_).capture != graph)) {
+    if (graph)
+      refuse(graph, "cudaErrorStreamCaptureIsolation: the call was made outside of the capture", "wait of " + what_,
+             site);
+    TORCH_CHECK(false, "cudaErrorCapturedEvent: ", what_, " was captured, so nothing is there to wait for at [",
+                text(site), "] (emulated)");
+  }
   merge(stream(id).seen, end_);
+  if (graph) {
+    add_node(graph, "wait of " + what_, [slot = slot_] {
+      (*slot)->wait();
+      flush(current_stream());
+    });
+    dropped.swap(held_);
+    return true;
+  }
   auto done = done_;
   push(id, [done] { without_gil([&] { done.get(); }); }, {},
        [done] { return done.wait_for(std::chrono::seconds(0)) != std::future_status::timeout; });
@@ -175,7 +194,7 @@ void EmulatedNCCL::agree(const std::vector<int64_t>& mine, const std::string& wh
 }
 
 c10::intrusive_ptr<c10d::Work> EmulatedNCCL::enqueue(Call call) {
-  Site site = here();
+  Site site = call.site.depth ? call.site : here();
   refuse_bad(call.reads, call.what);
   refuse_bad(call.writes, call.what);
   std::vector<int64_t> header = {0, (int64_t)(std::hash<std::string>()(call.what) & 0xffffff)};
@@ -184,6 +203,7 @@ c10::intrusive_ptr<c10d::Work> EmulatedNCCL::enqueue(Call call) {
   Lock lock;
   Lane& on = lane(call.peer);
   int now = current_stream();
+  if (GraphRef graph = capture_of(now)) return capture(graph, std::move(call), site);
   header[0] = ++on.calls;
   flush(now);  // inputs are ready when the stream has come to here
   emulated::merge(stream(on.stream).seen, stream(now).seen);
@@ -218,6 +238,33 @@ c10::intrusive_ptr<c10d::Work> EmulatedNCCL::enqueue(Call call) {
   return work;
 }
 
+// Nothing is sent during a capture. A replay makes the call, and each wait in the graph waits for that one.
+c10::intrusive_ptr<c10d::Work> EmulatedNCCL::capture(const GraphRef& graph, Call call, const Site& site) {
+  Lane& on = lane(call.peer);
+  int now = current_stream();
+  join(on.stream, graph);
+  emulated::merge(stream(on.stream).seen, stream(now).seen);
+  std::string named = "nccl " + call.what;
+  launch(on.stream, named, call.sent, site);
+  for (auto& tensor : call.reads) use(on.stream, range_of(tensor), false, named, site);
+  for (auto& tensor : call.writes) use(on.stream, range_of(tensor), true, named, site);
+  auto work = c10::make_intrusive<EmulatedWork>(getRank(), OpType::UNKNOWN, named, on.stream);
+  work->end_ = stream(on.stream).seen;
+  work->outputs_ = call.writes;
+  work->held_ = call.reads;
+  work->held_.insert(work->held_.end(), call.writes.begin(), call.writes.end());
+  work->slot_ = std::make_shared<WorkRef>();
+  std::promise<void> over;
+  over.set_value();
+  work->done_ = over.get_future().share();
+  for (auto* list : {&call.reads, &call.writes})
+    for (auto& tensor : *list) tensor = unowned(tensor);
+  call.site = site;
+  add_node(graph, named, [this, call, slot = work->slot_] { *slot = enqueue(call); });
+  if (grouping_) grouped_.push_back({&on, nullptr, work});
+  return work;
+}
+
 void EmulatedNCCL::poison(const Call& call) {
   if (!settings.poison) return;
   for (auto& written : call.writes) {
@@ -237,6 +284,7 @@ void EmulatedNCCL::poison(const Call& call) {
 void EmulatedNCCL::startCoalescing() {
   Lock lock;
   grouping_ = true;
+  if (GraphRef graph = capture_of(current_stream())) add_node(graph, "nccl group", [this] { startCoalescing(); });
 }
 
 // A group is one launch: its messages pass each other, so each peer's lane gets its part and none waits for another.
@@ -247,8 +295,12 @@ c10::intrusive_ptr<c10d::Work> EmulatedNCCL::endCoalescing() {
   if (group.empty()) return nullptr;
   auto all = c10::make_intrusive<EmulatedWork>(getRank(), OpType::COALESCED, "nccl group", group[0].lane->stream);
   std::vector<std::shared_future<void>> parts;
+  if (GraphRef graph = capture_of(current_stream())) {
+    all->slot_ = std::make_shared<WorkRef>();
+    add_node(graph, "nccl group", [this, slot = all->slot_] { *slot = endCoalescing(); });
+  }
   for (auto& entry : group) {
-    entry.work->done_ = entry.lane->add(entry.job);
+    if (entry.job) entry.work->done_ = entry.lane->add(entry.job);
     parts.push_back(entry.work->done_);
     emulated::merge(all->end_, entry.work->end_);
     all->held_.insert(all->held_.end(), entry.work->held_.begin(), entry.work->held_.end());

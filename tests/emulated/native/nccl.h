@@ -58,6 +58,7 @@ class EmulatedWork : public c10d::Work {
   Clock end_;
   std::shared_future<void> done_;
   std::vector<Tensor> held_, outputs_;
+  std::shared_ptr<c10::intrusive_ptr<c10d::Work>> slot_;  // captured: what a replay has called
 };
 
 class EmulatedNCCL : public c10d::Backend {
@@ -106,6 +107,7 @@ class EmulatedNCCL : public c10d::Backend {
     int64_t sent = 0;                                        // bytes this rank puts on the wire
     int peer = -1;                                           // -1: all ranks
     std::function<void(const std::vector<int64_t>&)> run;    // gets the header
+    Site site;                                               // of its capture, in a replay
   };
   struct Grouped {
     Lane* lane;
@@ -114,6 +116,7 @@ class EmulatedNCCL : public c10d::Backend {
   };
   Lane& lane(int peer);
   WorkRef enqueue(Call call);
+  WorkRef capture(const GraphRef& graph, Call call, const Site& site);
   void poison(const Call& call);
   void agree(const std::vector<int64_t>& mine, const std::string& what, const std::string& where);
 

@@ -61,6 +61,23 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
   return at::detail::empty_strided_generic(size, stride, device_allocator(), keys, type_of(dtype));
 }
 
+}  // namespace
+
+Tensor unowned(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  auto storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  at::Storage same(at::Storage::use_byte_size_t(), storage.nbytes(),
+                   c10::DataPtr((void*)storage.data(), tensor.device()), nullptr, false);
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(same), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                         tensor.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return made;
+}
+
+namespace {
+
 Tensor on_device(const Tensor& host, Device device) {
   Tensor made = empty_strided(host.sizes(), host.strides(), host.scalar_type(), {}, device, {});
   if (host.numel()) {
@@ -88,6 +105,8 @@ void resize_storage(const at::Storage& storage, int64_t bytes) {
     use(id, {from, from + kept}, false, "storage.resize_", site);
     use(id, {to, to + kept}, true, "storage.resize_", site);
     device_allocator()->copy_data(to, from, kept);
+    if (GraphRef graph = capture_of(id))
+      add_node(graph, "storage.resize_", [=] { device_allocator()->copy_data(to, from, kept); });
   }
   impl->set_data_ptr_noswap(std::move(fresh));
   impl->set_nbytes(bytes);
@@ -181,6 +200,29 @@ Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
   Site site = here();
   Lock lock;
   int id = current_stream(to_host ? from.device().index() : self.device().index());
+  GraphRef graph = capture_of(id);
+  if (graph && !inside && !pinned)
+    refuse(graph, "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned",
+           what, site);
+  if (graph && !inside && !non_blocking)
+    refuse(graph, "cudaErrorStreamCaptureUnsupported: a copy that is not non_blocking waits for the stream", what,
+           site);
+  if (graph) {
+    launch(id, what, self.nbytes(), site);
+    use(id, range_of(from), false, what, site);
+    use(id, range_of(self), true, what, site);
+    Tensor to_alias = host_alias(self), from_alias = host_alias(from);  // keep no memory, as a graph keeps none
+    Held to_memory = memory_at(range_of(self).low), from_memory = memory_at(range_of(from).low);
+    auto run = [=] {
+      Opened opened;
+      opened.add(to_memory);
+      opened.add(from_memory);
+      copy_bytes(to_alias, from_alias);
+    };
+    run();
+    add_node(graph, what, run);
+    return self;
+  }
   counters["bytes." + std::string(what)] += self.nbytes();
   counters[std::string(what) + (inside ? "" : pinned ? " pinned" : " pageable")]++;
   launch(id, what, self.nbytes(), site);
@@ -214,6 +256,7 @@ at::Scalar item(const Tensor& self) {
   Site site = here();
   Lock lock;
   int id = current_stream(self.device().index());
+  may_wait(id, "item", site);
   launch(id, "item", self.itemsize(), site);
   use(id, range_of(self), false, "item", site);
   flush(id);
@@ -246,6 +289,9 @@ class Call {
     Site site = here();
     Lock lock;
     int id = current_stream(device_.index());
+    GraphRef graph = capture_of(id);
+    std::vector<c10::IValue> arguments;
+    if (graph) arguments = for_replay(graph, site);
     flush(id);
     int64_t bytes = 0;
     each([&](const Tensor& t, bool) { bytes += t.is_cuda() ? t.numel() * t.itemsize() : 0; });
@@ -260,13 +306,92 @@ class Call {
     compute();
     keep_resized();
     give_back(id, site);
+    if (graph) {
+      auto again = [op = op_, arguments, fresh = unowned_all(fresh_), resized = resized_] {
+        torch::jit::Stack stack(arguments.begin(), arguments.end());
+        Call(op, &stack).run_again(fresh, resized);
+      };
+      add_node(graph, name_, again);
+    }
     if (kHostWaits.count(name_)) {
       host_waits(name_, site);
       host_follows(stream(id).seen);
     }
   }
 
+  // The same once more, in a replay: results go where they went before.
+  void run_again(const std::vector<Tensor>& fresh, const std::map<size_t, Tensor>& resized) {
+    Opened opened;
+    each([&](const Tensor& t, bool) {
+      if (t.is_cuda()) opened.add(t);
+    });
+    for (auto& tensor : fresh) opened.add(tensor);
+    swap_arguments();
+    compute();
+    for (auto& [place, tensor] : resized) {
+      opened.add(tensor);
+      copy_bytes(host_alias(tensor), pairs_[place].second);
+    }
+    size_t next = 0;
+    auto take = [&](const Tensor& t) {
+      if (!t.defined()) return;
+      for (auto& [device, alias] : pairs_)
+        if (alias.is_same(t) || (t.has_storage() && t.storage().data() && t.storage().is_alias_of(alias.storage())))
+          return;
+      const Tensor& target = fresh.at(next++);
+      TORCH_CHECK(target.sizes() == t.sizes(), name_, " has another shape in a replay than in the capture (emulated)");
+      if (t.numel()) copy_bytes(host_alias(target), t);
+    };
+    for (size_t i = stack_->size() - schema_.returns().size(); i < stack_->size(); i++) {
+      auto& value = (*stack_)[i];
+      if (value.isTensor()) take(value.toTensor());
+      else if (value.isTensorList())
+        for (auto& t : value.toTensorVector()) take(t);
+    }
+  }
+
  private:
+  static std::vector<Tensor> unowned_all(const std::vector<Tensor>& tensors) {
+    std::vector<Tensor> made;
+    for (auto& tensor : tensors) made.push_back(unowned(tensor));
+    return made;
+  }
+
+  // The arguments as a graph keeps them: addresses of the device's memory, values of the host's numbers.
+  std::vector<c10::IValue> for_replay(const GraphRef& graph, const Site& site) {
+    if (kHostWaits.count(name_))
+      refuse(graph, "cudaErrorStreamCaptureUnsupported: the host waits for the shape of the result", name_, site);
+    auto kept = [&](const Tensor& t) {
+      if (!t.defined() || t.is_cuda()) return unowned(t);
+      if (t.dim()) refuse(graph, "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
+                                 "tensor is pinned", name_ + " with a tensor of the host", site);
+      return t.clone();
+    };
+    bool indexes = name_ == "aten::index" || name_ == "aten::_unsafe_index";
+    std::vector<c10::IValue> made;
+    for (auto& value : given_) {
+      if (value.isTensor()) {
+        made.emplace_back(kept(value.toTensor()));
+      } else if (value.isTensorList()) {
+        std::vector<Tensor> list;
+        for (auto& t : value.toTensorVector()) list.push_back(kept(t));
+        made.emplace_back(list);
+      } else if (value.isOptionalTensorList()) {
+        c10::List<optional<Tensor>> list;
+        for (auto& t : value.toOptionalTensorVector()) {
+          if (t && indexes && t->scalar_type() == at::kBool)
+            refuse(graph, "cudaErrorStreamCaptureUnsupported: the host waits for the number of true elements", name_,
+                   site);
+          list.push_back(t ? optional<Tensor>(kept(*t)) : t);
+        }
+        made.emplace_back(list);
+      } else {
+        made.push_back(value);
+      }
+    }
+    return made;
+  }
+
   template <typename F>
   void each(F visit) {
     for (size_t i = 0; i < given_.size(); i++) {
@@ -352,9 +477,11 @@ class Call {
   }
 
   void keep_resized() {
-    for (auto& [device, alias] : pairs_) {
+    for (size_t place = 0; place < pairs_.size(); place++) {
+      auto& [device, alias] = pairs_[place];
       if (alias.sizes() == device.sizes() && (!alias.numel() || alias.data_ptr() == address_of(device))) continue;
       resize_(device, alias.sizes(), {});
+      if (alias.numel()) resized_[place] = unowned(device);
       Opened opened;
       opened.add(device);
       if (alias.numel()) copy_bytes(host_alias(device), alias);
@@ -373,6 +500,7 @@ class Call {
       }
     Tensor made = on_device(t, device_);
     use(id, range_of(made), true, name_, site);
+    fresh_.push_back(made);
     return made;
   }
 
@@ -397,6 +525,8 @@ class Call {
   size_t begin_;
   std::vector<c10::IValue> given_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;
+  std::vector<Tensor> fresh_;          // results in memory of their own
+  std::map<size_t, Tensor> resized_;   // by place in the pairs: where a written argument lies now
   Device device_{DeviceType::CUDA, 0};
 };
 

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -101,7 +102,10 @@ struct Memory {
   int guard = 0;   // host memory: 0 free for all, 1 the device reads it, 2 the device writes it
   std::set<int> recorded;
   std::vector<Access> log;
-  Site born;
+  Site born, died;
+  bool freed = false;
+  int64_t pool = 0;  // of graphs; 0: none. Its memory is lent again and again
+  bool lent = true, of_graphs = false;  // was a pool's: it never goes back to the streams' blocks
   ~Memory();
   Range range() const { return {base, base + size}; }
 };
@@ -111,6 +115,7 @@ void open(Memory& memory);
 void close(Memory& memory);
 c10::DataPtr allocate(size_t bytes, int device);  // device -1: page-locked
 void free_memory(void* address);
+void forget(const Held& memory);
 bool is_pinned(const void* address);
 void host_register(char* address, size_t bytes);
 bool host_unregister(char* address);
@@ -130,6 +135,8 @@ class Opened {
 
 // -- streams ---------------------------------------------------------------------------------------------------------
 
+struct Graph;
+
 struct Late {
   int64_t number;
   std::function<void()> run;
@@ -142,6 +149,7 @@ struct StreamState {
   int64_t issued = 0, done = 0;
   std::atomic<int64_t> pending{INT64_MAX};  // the first that has not been run to its end; readable without the lock
   Clock seen;
+  std::shared_ptr<Graph> capture;  // what is launched here is noted in it, and not done
 };
 struct EventState {
   int stream = -1;
@@ -150,6 +158,7 @@ struct EventState {
   Clock seen;
   int asked = 0;
   double time = 0;
+  std::shared_ptr<Graph> graph;  // it was recorded while this one was captured
 };
 
 StreamState& stream(int id);
@@ -170,12 +179,71 @@ void use(int id, const Range& range, bool write, const std::string& what, const 
 void host_use(const Range& range, bool write, const std::string& what, const Site& site);
 
 void record(EventState& event, int id);
+bool query_stream(int id);
 void wait_for(const EventState& event, int id);
 bool query(EventState& event);
 bool is_over(const EventState& event);  // for an onlooker: changes nothing and never blocks
 void synchronize_event(const EventState& event, const Site& site);
 void synchronize_stream(int id, const Site& site);
 void synchronize_device(int device, const Site& site);
+
+// -- graphs ----------------------------------------------------------------------------------------------------------
+
+enum class Mode { kGlobal, kThreadLocal, kRelaxed };  // whose unsafe calls end a capture: all, its thread's, none
+
+struct Node {
+  std::string what;
+  std::function<void()> run;
+  bool python = false;  // it calls Python, so it runs without the lock
+};
+struct Graph : std::enable_shared_from_this<Graph> {
+  struct Noted {
+    Held memory;
+    Range range;
+    bool write;
+    std::string what;
+  };
+  enum { kEmpty, kCapturing, kReady } state = kEmpty;
+  Mode mode = Mode::kGlobal;
+  int64_t number = 0, pool = 0;
+  int device = 0, origin = -1;
+  Site began;
+  std::string invalid;                           // why the capture cannot end well
+  std::vector<Node> nodes;
+  std::map<std::tuple<char*, char*, bool>, Noted> noted;  // what a replay touches, each range once
+  std::map<int, Clock> streams;                  // that have joined, with their clocks before
+  std::map<int, std::pair<int64_t, Site>> last;  // launch on each of them
+  std::map<Memory*, std::vector<Access>> logs;   // of the capture, for races within it
+  std::map<Held, std::vector<char>> before;      // bytes that are written, as they were
+  std::set<Held> born;                           // memory lent during the capture
+  Tensor numbers;                                // the generator's state before
+  int64_t bytes = 0;
+  Clock end;                                     // of the last replay: two never overlap
+  ~Graph();
+};
+using GraphRef = std::shared_ptr<Graph>;
+GraphRef capture_of(int stream);                    // the graph that its launches go into, or none
+void may_launch(int stream, const std::string& what, const Site& site);  // refuses what a capture would miss
+void may_wait(int stream, const std::string& what, const Site& site);  // refuses waits that a capture forbids; -1: any
+[[noreturn]] void refuse(const GraphRef& graph, const std::string& why, const std::string& what, const Site& site);
+void join(int stream, const GraphRef& graph);
+void note(const GraphRef& graph, const Held& memory, const Range& range, bool write, const std::string& what,
+          const Site& site);
+void add_node(const GraphRef& graph, const std::string& what, std::function<void()> run, bool python = false);
+void check_event(const EventState& event, const std::string& what, const Site& site);
+Held lend(int64_t pool, size_t bytes, int device, int home);  // memory of a pool that nobody uses, or none
+void give_to_pool(const Held& memory);
+int64_t new_pool();
+int64_t bytes_of_pool(int64_t pool);
+void capture_begin(const GraphRef& graph, int64_t pool, Mode mode);
+void capture_end(const GraphRef& graph);
+void replay(const GraphRef& graph);
+void reset(Graph& graph);
+bool any_capture();  // readable without the lock
+void launch_kernel(const std::string& what, const std::vector<Tensor>& tensors, const std::vector<bool>& written,
+                   const std::function<void(const std::vector<Tensor>&)>& function);
+extern std::map<int, int64_t> pooled, pooled_lent;  // bytes of pools by device, and those of them in tensors
+Tensor unowned(const Tensor& tensor);               // the same bytes as a tensor of the device; does not keep them
 
 // -- what happened ---------------------------------------------------------------------------------------------------
 

@@ -93,15 +93,25 @@ static bool would_not_block(int id, int64_t up_to) {
 }
 
 void record(EventState& event, int id) {
+  Site site = here();
   Lock lock;
+  may_launch(id, "an event", site);
   advance(id);
   auto& on = stream(id);
-  event = {id, &on, on.issued, on.seen, 0, now_ms()};
+  event = {id, &on, on.issued, on.seen, 0, now_ms(), on.capture};
   counters["event.record"]++;
 }
 void wait_for(const EventState& event, int id) {
+  Site site = here();
   Lock lock;
   if (event.stream < 0) return;
+  GraphRef graph = capture_of(id);
+  if (graph && event.graph != graph)
+    refuse(graph, event.graph ? "cudaErrorStreamCaptureMerge: two captures would become one"
+                              : "cudaErrorStreamCaptureIsolation: the event was recorded outside of the capture",
+           "a wait for an event", site);
+  if (event.graph && event.graph->state != Graph::kCapturing) check_event(event, "a wait for an event", site);
+  if (event.graph && !graph) join(id, event.graph);
   counters["event.wait"]++;
   merge(stream(id).seen, event.seen);
   int from = event.stream;
@@ -110,12 +120,19 @@ void wait_for(const EventState& event, int id) {
     push(id, [from, number] { flush(from, number); }, {}, [from, number] { return would_not_block(from, number); });
 }
 bool is_over(const EventState& event) {
+  if (any_capture()) {
+    Site site = here();
+    Lock lock;
+    check_event(event, "cudaEventQuery", site);
+  }
   if (event.stream < 0 || event.number < event.on->pending) return true;
   TryLock lock;  // whoever holds it for long waits for a message
   return lock.held && would_not_block(event.stream, event.number);
 }
 bool query(EventState& event) {
+  Site site = here();
   Lock lock;
+  check_event(event, "cudaEventQuery", site);
   if (event.stream < 0 || host_knows(event.seen, event.stream)) return true;
   if (event.asked < 3) {
     event.asked++;
@@ -125,8 +142,15 @@ bool query(EventState& event) {
   host_follows(event.seen);
   return true;
 }
+bool query_stream(int id) {
+  Site site = here();
+  Lock lock;
+  may_wait(id, "cudaStreamQuery", site);
+  return stream(id).late.empty();
+}
 void synchronize_event(const EventState& event, const Site& site) {
   Lock lock;
+  check_event(event, "cudaEventSynchronize", site);
   if (event.stream < 0) return;
   host_waits("event", site);
   flush(event.stream, event.number);
@@ -134,12 +158,16 @@ void synchronize_event(const EventState& event, const Site& site) {
 }
 void synchronize_stream(int id, const Site& site) {
   Lock lock;
+  may_wait(id, "cudaStreamSynchronize", site);
   host_waits("stream", site);
   flush(id);
   host_follows(stream(id).seen);
 }
 void synchronize_device(int device, const Site& site) {
   Lock lock;
+  for (auto& each : streams)
+    if (each->device == device && each->capture) may_wait(each->id, "cudaDeviceSynchronize", site);
+  may_wait(-1, "cudaDeviceSynchronize", site);
   host_waits("device", site);
   stream(0);
   for (size_t i = 0; i < streams.size(); i++)
@@ -198,7 +226,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e) synchronize_event(*(EventState*)e, here());
   }
   DeviceIndex deviceCount() const noexcept override { return settings.devices; }
-  bool queryStream(const Stream& s) const override { return stream(id_of(s)).late.empty(); }
+  bool queryStream(const Stream& s) const override { return query_stream(id_of(s)); }
   void synchronizeStream(const Stream& s) const override { synchronize_stream(id_of(s), here()); }
   void synchronizeDevice(const DeviceIndex d) const override { synchronize_device(d < 0 ? device_here : d, here()); }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {

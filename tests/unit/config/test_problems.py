@@ -166,7 +166,7 @@ def test_what_is_not_available_is_refused_by_name(config, path):
             "is not available yet: comes with mixture of experts",
         ),
         (
-            {"hybrid_engine": {"enabled": True, "enable_cuda_graph": True}},
+            {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
             "comes with generation over several ranks and on GPUs",
         ),
         ({"sparse_attention": {"mode": "fixed"}}, "is not available yet: comes with science and sparse blocks"),

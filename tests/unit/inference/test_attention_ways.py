@@ -117,7 +117,8 @@ def varlen_stand_in(
         )
         count = rows.stop - rows.start
         assert count <= longest_query
-        at, seen = torch.arange(length - count, length)[:, None], torch.arange(length)
+        seen = torch.arange(length, device=query.device)
+        at = seen[length - count :, None]
         mask = (seen <= at + window_size[1]) & ((seen >= at - window_size[0]) | (window_size[0] < 0))
         q, k, v = (each.transpose(0, 1)[None] for each in (query[rows], k, v))
         out[rows] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)[0].transpose(0, 1)
