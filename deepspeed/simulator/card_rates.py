@@ -21,6 +21,7 @@ class CardRates:
         stream: bytes per second that a kernel reaches which reads or copies long rows.
         latency: seconds from a read to its data while many wait; bytes that wait / `latency` is what few programs reach.
         l2: bytes per second from the L2 cache.
+        l2_latency: seconds from a read to its data in the L2 cache.
         issue: instructions of warps per second, on all multiprocessors.
         products: operations per second that large matrix products reach, by dtype.
         launch: device seconds of a kernel's start and end, launched one by one.
@@ -33,6 +34,7 @@ class CardRates:
     stream: float
     latency: float
     l2: float
+    l2_latency: float
     issue: float
     products: dict[str, float]
     launch: float
@@ -50,11 +52,18 @@ class CardRates:
         rate = self.products.get(entry.dtype) or self.products["fp32"]
         longest = max(
             self._memory(entry.nbytes, work),
-            work.cached / (self.l2 * busy),
+            self._cached(entry.nbytes, work),
             entry.flops / (rate * busy),
             work.instructions / (self.issue * busy),
         )
         return (self.captured if entry.captured else self.launch) + longest
+
+    def _cached(self, nbytes: float, work: KernelWork) -> float:
+        """Return the seconds of traffic from the L2 cache, through which memory's passes too."""
+        if not work.programs or not work.waiting:
+            return (nbytes + work.cached) / self.l2
+        active = min(work.programs, self.multiprocessors * work.resident)
+        return (nbytes + work.cached) / min(self.l2, active * work.waiting / self.l2_latency)
 
     def _memory(self, nbytes: float, work: KernelWork) -> float:
         """Return the seconds of memory traffic: full waves of programs, then what is left of them."""

@@ -15,12 +15,22 @@ import torch
 from deepspeed.errors import ArgumentError
 from deepspeed.ops.triton.variants import DTYPES, SPLIT, KernelForm, Variant
 
-THREADS, SHARED = 2048, 228 << 10  # of a multiprocessor
+THREADS = 2048  # of a multiprocessor
 WARP = 32
-# Programs that registers allow on a multiprocessor where they are the limit, by the compiler's report.
-_REGISTERS = {"attend_split": 3, "attend_whole": 3, "int4_product": 3, "choose_tokens": 3}
-# Instructions of a warp in the kernel's loop over one block of inputs, counted in code compiled for sm_90.
-_LOOP = {"int8_product": 175, "int4_product": 539}
+KEPT = 16 << 20  # bytes of activations that the L2 cache (40 and 50 MB) has for the next launch
+_RECENT = {
+    "attend_split": {"queries", "partial", "stats"}, "attend_whole": {"queries", "out"},
+    "join_splits": {"partial", "stats", "out"}, "norm_rows": {"rows", "residual", "out", "stream"},
+    "rotate_into_pages": {"queries", "keys", "values", "cosines", "sines", "out"}, "gate_rows": {"gate", "up", "out"},
+    "adjust_scores": {"logits", "scores"}, "choose_tokens": {"scores"}, "int8_product": {"inputs", "out"},
+    "int4_product": {"inputs", "out"},
+}  # fmt: skip
+# Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16;
+# of products by tiles of rows.
+_RESIDENT = {"attend_split": 3, "attend_whole": 3, "choose_tokens": 3}
+_RESIDENT_PRODUCTS = {"int8_product": {1: 4, 2: 3, 4: 3}, "int4_product": {1: 5, 2: 4, 4: 2}}
+# Instructions of a warp in the loop over one block of inputs, counted in that code.
+_LOOP = {"int8_product": {1: 175, 2: 245, 4: 547}, "int4_product": {1: 291, 2: 404, 4: 619}}
 _PLACES = 4  # bytes of the numbers in tables and tiles
 
 
@@ -37,6 +47,7 @@ class KernelCost:
         programs: programs that have something to do.
         waiting: bytes that one program has asked for and not received, at most.
         resident: programs that a multiprocessor holds at once.
+        recent: arguments that the launches before wrote: activations, which the L2 cache still has if they are small.
     """
 
     read: dict[str, float] = field(default_factory=dict[str, float])
@@ -47,11 +58,24 @@ class KernelCost:
     programs: int = 1
     waiting: float = 0.0
     resident: int = 1
+    recent: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> float:
-        """Bytes of memory traffic."""
-        return sum(self.read.values()) + sum(self.written.values())
+        """Bytes of memory traffic, without what the L2 cache has."""
+        everything = sum(self.read.values()) + sum(self.written.values())
+        return everything - self._in_cache
+
+    @property
+    def cached_bytes(self) -> float:
+        """Bytes that come from the L2 cache: those that are read again, and small activations."""
+        return self.cached + self._in_cache
+
+    @property
+    def _in_cache(self) -> float:
+        """Bytes of activations that are read or written, if they are few."""
+        nbytes = sum(self.read.get(name, 0.0) + self.written.get(name, 0.0) for name in self.recent)
+        return nbytes if nbytes <= KEPT else 0.0
 
 
 class _Call:
@@ -136,7 +160,7 @@ def _join(call: _Call) -> KernelCost:
     }
     written = {"out": rows * heads * value * call.size("out")}
     most = max((count for count, _ in parts), default=1) * call["tile_heads"]
-    return KernelCost(read, written, programs=len(tiles) * call.grid[1], waiting=2.0 * most * (value + 2) * 4)
+    return KernelCost(read, written, programs=len(tiles) * call.grid[1], waiting=1.0 * most * (value + 2) * 4)
 
 
 def _norm(call: _Call) -> KernelCost:
@@ -198,9 +222,7 @@ def _choice(call: _Call, scans: int = 1) -> KernelCost:
     if scans > 1:
         read["numbers"] = rows * 8
     again = (scans - 1) * rows * vocabulary * 4
-    # A block's reduction ends before the next block is read: repeated readings wait as the first does.
-    waiting = call.constants["BLOCK"] * 4.0 / scans
-    return KernelCost(read, {"tokens": rows * 4}, again, programs=rows, waiting=waiting)
+    return KernelCost(read, {"tokens": rows * 4}, again, programs=rows, waiting=call.constants["BLOCK"] * 4.0)
 
 
 def _product(call: _Call) -> KernelCost:
@@ -216,13 +238,13 @@ def _product(call: _Call) -> KernelCost:
         read["bias"] = outputs * item
     parts = matrix + scales * (1 if bits == 8 else 2)
     again = (call.grid[0] - 1) * parts + (call.grid[1] - 1) * rows * width * item
-    loops = -(-width // sizes["BLOCK_IN"])
+    loops, tiles = -(-width // sizes["BLOCK_IN"]), sizes["TILES"]
     programs = call.grid[0] * call.grid[1]
     block = sizes["BLOCK_OUT"] * sizes["BLOCK_IN"] * parts / (outputs * width)
     return KernelCost(
         read, {"out": rows * outputs * item}, again,
-        2.0 * call.grid[0] * sizes["BLOCK_ROWS"] * call.grid[1] * sizes["BLOCK_OUT"] * width,
-        programs * loops * float(_LOOP[call.variant.kernel]) * call.variant.warps if item < 4 else 0.0,
+        2.0 * call.grid[0] * sizes["BLOCK_ROWS"] * tiles * call.grid[1] * sizes["BLOCK_OUT"] * width,
+        programs * loops * float(_LOOP[call.variant.kernel][tiles]) * call.variant.warps if item < 4 else 0.0,
         programs, (call.variant.stages - 1) * block,
     )  # fmt: skip
 
@@ -253,8 +275,10 @@ def launch_cost(
         raise ArgumentError(f"kernel {variant.kernel} has no formula; add one to deepspeed/ops/triton/costs.py")
     call = _Call(variant, grid, arguments)
     cost = formula(call, scans) if formula is _choice else formula(call)
+    cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
     threads = THREADS // (variant.warps * WARP)
-    cost.resident = min(threads, 32, _REGISTERS.get(variant.kernel, 32))
+    products = _RESIDENT_PRODUCTS.get(variant.kernel, {}).get(variant.constants.get("TILES", 0), 32)
+    cost.resident = min(threads, 32, products, _RESIDENT.get(variant.kernel, 32))
     return cost
 
 
