@@ -7,7 +7,7 @@ norms, rotation into pages, attention, gates, packed products and sampling of `d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -230,8 +230,3 @@ def times(recording: Recording, machine: Machine) -> Times:
         name = piece.name if piece.kind == KERNEL else piece.kind
         parts[name] = parts.get(name, 0.0) + piece.end - piece.begin
     return Times(eager.seconds, graph.seconds, parts, sum(e.kind == KERNEL for e in recording.entries))
-
-
-def at_context(wanted: Pass, context: int) -> Pass:
-    """The same pass at another length."""
-    return replace(wanted, context=context)
