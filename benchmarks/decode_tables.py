@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode_pass import FORMS, Pass, record, times
-from benchmarks.simulated_models import SHAPES
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.replay import replay
 from deepspeed.simulator.trace import KERNEL, MARK, HostEvent, KernelWork, Recording
@@ -60,11 +59,16 @@ def bars(forms: tuple[str, ...] = tuple(BARS), model: str = "llama3-8b") -> list
                     row = _row(Pass(model, batch, context, form), machine, card)
                     row["held"] = row["ratio"] <= BARS[form]
                     found.append(row)
-                    print(f"{card:10s} {form:5s} batch {batch:3d} context {context:5d}: captured {row['captured'] * 1e3:7.2f}"
-                          f" ms, eager {row['eager'] * 1e3:7.2f}, floor {row['floor'] * 1e3:7.2f}, ratio {row['ratio']:.3f}"
-                          f" (bar {BARS[form]}, {'held' if row['held'] else 'MISSED'}); of data sheet's bandwidth "
-                          f"{row['of_data_sheet']:.3f}{'' if row['fits'] else '; does not fit the card'}", flush=True)  # fmt: skip
+                    _print_bar(row, BARS[form])
     return found
+
+
+def _print_bar(row: Row, bar: float) -> None:
+    told = {key: f"{row[key] * 1e3:7.2f}" for key in ("captured", "eager", "floor")}
+    print(f"{row['card']:10s} {row['form']:5s} batch {row['batch']:3d} context {row['context']:5d}: captured "
+          f"{told['captured']} ms, eager {told['eager']}, floor {told['floor']}, ratio {row['ratio']:.3f} (bar {bar}, "
+          f"{'held' if row['held'] else 'MISSED'}); of data sheet's bandwidth {row['of_data_sheet']:.3f}"
+          f"{'' if row['fits'] else '; does not fit the card'}", flush=True)  # fmt: skip
 
 
 def shares(rows: list[Row]) -> None:
@@ -98,7 +102,7 @@ def throughput(figure: Row, machine: Machine) -> float:
     The time of a pass is linear in the length, so that of the middle stands for all.
     """
     assert machine.kernels is not None
-    form = THEIRS.get(figure["weights"], figure["weights"])
+    form = str(THEIRS.get(figure["weights"], figure["weights"]))
     wanted = Pass(figure["model"], figure["batch"], figure["prompt"] + figure["output"] // 2, form,
                   page_bytes=1.0 if figure["pages"] == "fp8" else 2.0)  # fmt: skip
     step = times(record(wanted), machine).captured
@@ -135,7 +139,9 @@ def twelve() -> list[Row]:
         before = times(record(plain), machine).captured
         after = {per: _decoded(packed, machine, per) for per in (0.0, 0.1, 0.25, 0.5)}
         found.append({"batch": batch, "bf16": before, "12-bit": after})
-        told = ", ".join(f"{per:g} → {seconds * 1e3:.2f} ms ({before / seconds:.2f} x)" for per, seconds in after.items())
+        told = ", ".join(
+            f"{per:g} → {seconds * 1e3:.2f} ms ({before / seconds:.2f} x)" for per, seconds in after.items()
+        )
         print(f"H100 batch {batch:3d} context 1024: bf16 {before * 1e3:.2f} ms; 12 bits with so many instructions of "
               f"warps a weight: {told}", flush=True)  # fmt: skip
     return found
@@ -180,21 +186,24 @@ def training(kept: Path) -> list[Row]:
         adam = sum(machine.seconds(e) for e in recording.entries if e.name == "_fused_adamw_") / step
         found.append({"model": case["model"], "stage": case["stage"], "step": step / case["repeat"], "adam": adam,
                       "clip and cast": clip, "sums": sums})  # fmt: skip
-        print(f"{case['model']:10s} stage {case['stage']}, 8 x H100: step {step / case['repeat'] * 1e3:7.1f} ms, fused Adam "
-              f"{adam:.2%}; clip and cast in its launch save at most {clip:.2%}, sums of 16-bit messages at most {sums:.2%}"
-              f" (worth a kernel from {MATTERS:.0%})", flush=True)  # fmt: skip
+        print(f"{case['model']:10s} stage {case['stage']}, 8 x H100: step {step / case['repeat'] * 1e3:7.1f} ms, fused "
+              f"Adam {adam:.2%}; clip and cast in its launch save at most {clip:.2%}, sums of 16-bit messages at most "
+              f"{sums:.2%} (worth a kernel from {MATTERS:.0%})", flush=True)  # fmt: skip
     return found
 
 
 def _without(recording: Recording, names: tuple[str, ...], where: tuple[str, ...]) -> Recording:
     """A recording in which some kernels cost nothing; entries keep their places."""
-    entries = [HostEvent(MARK, e.name, where=e.where) if e.kind == KERNEL and e.name in names and e.where in where else e
-               for e in recording.entries]  # fmt: skip
-    return replace(recording, entries=entries)
+
+    def kept(entry: HostEvent) -> HostEvent:
+        free = entry.kind == KERNEL and entry.name in names and entry.where in where
+        return HostEvent(MARK, entry.name, where=entry.where) if free else entry
+
+    return replace(recording, entries=[kept(entry) for entry in recording.entries])
 
 
 def bubbles() -> list[Row]:
-    """What is left if the starts of dependent kernels overlap (programmatic dependent launch), or splits are shorter."""
+    """What is left if the starts of dependent kernels overlap (programmatic dependent launch)."""
     found: list[Row] = []
     machine = Machine.load("H100-80GB")
     assert machine.kernels is not None

@@ -19,7 +19,7 @@ class CardRates:
     Args:
         multiprocessors: number of multiprocessors.
         stream: bytes per second that a kernel reaches which reads or copies long rows.
-        latency: seconds from a read to its data while many wait; bytes that wait / `latency` is what few programs reach.
+        latency: seconds from a read to its data while many wait; few programs reach what they wait for over it.
         l2: bytes per second from the L2 cache.
         l2_latency: seconds from a read to its data in the L2 cache.
         issue: instructions of warps per second, on all multiprocessors.

@@ -1,4 +1,4 @@
-"""Kernels that are recorded instead of run, so that a pass of generation can be simulated from the package's own calls."""
+"""Kernels that are recorded instead of run, so that a pass can be simulated from the package's own calls."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ class RecordedKernels:
         """Record a launch by its formula; errors as in `launch_cost`."""
         cost = launch_cost(variant, grid, arguments, self.scans)
         if self.page_bytes is not None and "keys" in cost.read:
-            self._resize(cost, arguments[1].element_size())
+            _resize(cost, self.page_bytes / arguments[1].element_size())
         work = KernelWork(cost.programs, cost.resident, cost.waiting, cost.cached_bytes, cost.instructions)
         event = HostEvent(KERNEL, variant.kernel, self.recorder.current(), cost.flops, cost.nbytes, dtype_of(variant))
         event.work = work
         self.recorder.add(event)
 
-    def _resize(self, cost: KernelCost, itemsize: int) -> None:
-        assert self.page_bytes is not None
-        for name in ("keys", "values"):
-            cost.read[name] *= self.page_bytes / itemsize
-        cost.waiting *= self.page_bytes / itemsize
+
+def _resize(cost: KernelCost, factor: float) -> None:
+    """Multiply the bytes of pages."""
+    for name in ("keys", "values"):
+        cost.read[name] *= factor
+    cost.waiting *= factor

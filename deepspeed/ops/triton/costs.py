@@ -78,7 +78,7 @@ class KernelCost:
         return nbytes if nbytes <= KEPT else 0.0
 
 
-class _Call:
+class _LaunchCall:
     """Arguments of a launch by name."""
 
     def __init__(self, variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
@@ -96,19 +96,19 @@ class _Call:
         return self.values[name].element_size()
 
 
-def _tiles(call: _Call) -> list[tuple[int, int, int]]:
+def _tiles(call: _LaunchCall) -> list[tuple[int, int, int]]:
     """Return new rows, first key and end of the keys of each tile."""
-    found, window, chunk = [], call["window"], call["chunk"]
+    tiles, window, chunk = [], call["window"], call["chunk"]
     for sequence, _, count, position in call["tiles"].tolist():
         if sequence < 0:
             continue
         low = max(position - window + 1, 0) if window else 0
         low = max(low, position // chunk * chunk) if chunk else low
-        found.append((count, low, position + count))
-    return found
+        tiles.append((count, low, position + count))
+    return tiles
 
 
-def _ranges(call: _Call) -> list[tuple[int, int]]:
+def _ranges(call: _LaunchCall) -> list[tuple[int, int]]:
     """Return the keys that each sequence's tiles read: the first and the end. Tiles of a sequence share them."""
     ranges: dict[int, tuple[int, int]] = {}
     sequences = [sequence for sequence, *_ in call["tiles"].tolist() if sequence >= 0]
@@ -118,7 +118,7 @@ def _ranges(call: _Call) -> list[tuple[int, int]]:
     return list(ranges.values())
 
 
-def _attention(call: _Call) -> KernelCost:
+def _attention(call: _LaunchCall) -> KernelCost:
     sizes, item = call.constants, call.size("keys")
     blocks = -(-call["group"] // call["tile_heads"])
     cached_heads = call.grid[1] // blocks
@@ -149,7 +149,7 @@ def _attention(call: _Call) -> KernelCost:
     return KernelCost(read, written, again, flops, 0.0, programs, sizes["BLOCK_KEYS"] * width * item)
 
 
-def _join(call: _Call) -> KernelCost:
+def _join(call: _LaunchCall) -> KernelCost:
     value, tiles = call.constants["VALUE"], _tiles(call)
     parts = [(count, -(-high // SPLIT) - low // SPLIT) for count, low, high in tiles]
     heads, rows = call["all_heads"], sum(count for count, _ in parts)
@@ -163,7 +163,7 @@ def _join(call: _Call) -> KernelCost:
     return KernelCost(read, written, programs=len(tiles) * call.grid[1], waiting=1.0 * most * (value + 2) * 4)
 
 
-def _norm(call: _Call) -> KernelCost:
+def _norm(call: _LaunchCall) -> KernelCost:
     rows, width = call.grid[0], call["width"]
     row = width * call.size("rows")
     read = {"rows": rows * row, "weight": row}
@@ -176,7 +176,7 @@ def _norm(call: _Call) -> KernelCost:
     return KernelCost(read, written, again, programs=rows, waiting=row * (2 + bool(call["has_residual"])))
 
 
-def _rotation(call: _Call) -> KernelCost:
+def _rotation(call: _LaunchCall) -> KernelCost:
     rows, sizes, item = call.grid[0], call.constants, call.size("queries")
     heads, cached = call["heads"], call.grid[1] - call["heads"]
     head, value, rotary = sizes["HEAD"] * item, sizes["VALUE"] * item, call["rotary"] * item
@@ -193,20 +193,20 @@ def _rotation(call: _Call) -> KernelCost:
     return KernelCost(read, written, again, programs=rows * call.grid[1], waiting=head + 2 * rotary)
 
 
-def _gate(call: _Call) -> KernelCost:
+def _gate(call: _LaunchCall) -> KernelCost:
     row = call["width"] * call.size("gate")
     rows, block = call.grid[0], call.constants["BLOCK"] * call.size("gate")
     read, written = {"gate": rows * row, "up": rows * row}, {"out": rows * row}
     return KernelCost(read, written, programs=rows * call.grid[1], waiting=2.0 * block)
 
 
-def _numbers(call: _Call) -> KernelCost:
+def _numbers(call: _LaunchCall) -> KernelCost:
     rows = call["rows"]
     return KernelCost({"seeds": rows * 8, "counters": rows * 4}, {"numbers": rows * 8}, programs=call.grid[0],
                       waiting=call.constants["BLOCK"] * 12.0)  # fmt: skip
 
 
-def _scores(call: _Call) -> KernelCost:
+def _scores(call: _LaunchCall) -> KernelCost:
     rows, vocabulary = call.grid[0], call["vocabulary"]
     item, block = call.size("logits"), call.constants["BLOCK"]
     read = {"logits": rows * vocabulary * item}
@@ -215,7 +215,7 @@ def _scores(call: _Call) -> KernelCost:
     return KernelCost(read, {"scores": rows * vocabulary * 4}, programs=rows * call.grid[1], waiting=block * item * 1.0)
 
 
-def _choice(call: _Call, scans: int = 1) -> KernelCost:
+def _choice(call: _LaunchCall, scans: int = 1) -> KernelCost:
     """`scans`: times that a row of scores is read; 1 if the most likely token is taken."""
     rows, vocabulary = call.grid[0], call["vocabulary"]
     read = {"scores": rows * vocabulary * 4, "options": rows * 16}
@@ -225,7 +225,7 @@ def _choice(call: _Call, scans: int = 1) -> KernelCost:
     return KernelCost(read, {"tokens": rows * 4}, again, programs=rows, waiting=call.constants["BLOCK"] * 4.0)
 
 
-def _product(call: _Call) -> KernelCost:
+def _product(call: _LaunchCall) -> KernelCost:
     bits = 8 if call.variant.kernel == "int8_product" else 4
     rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
     sizes, item = call.constants, call.size("inputs")
@@ -273,7 +273,7 @@ def launch_cost(
     formula = _COSTS.get(variant.kernel)
     if formula is None:
         raise ArgumentError(f"kernel {variant.kernel} has no formula; add one to deepspeed/ops/triton/costs.py")
-    call = _Call(variant, grid, arguments)
+    call = _LaunchCall(variant, grid, arguments)
     cost = formula(call, scans) if formula is _choice else formula(call)
     cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
     threads = THREADS // (variant.warps * WARP)

@@ -136,7 +136,9 @@ def test_a_pass_reads_its_weights_and_pages_once(form: str) -> None:
     layers, extra = wanted.shape.layers, 4 if FORMS[form].inputs else 0
     # Embedding, cosines, sines, ten launches a layer, last norm, head, scores, choice.
     assert made.launches - 2 == 3 + (10 + extra) * layers + 4
-    products = [e for e in made.entries if e.kind == KERNEL and e.name not in ("norm_rows", "gate_rows", "attend_split")]
+    products = [
+        e for e in made.entries if e.kind == KERNEL and e.name not in ("norm_rows", "gate_rows", "attend_split")
+    ]
     nbytes = sum(entry.nbytes for entry in products)
     assert wanted.weights <= nbytes <= 1.05 * wanted.weights + (5 << 20)
     pages = sum(e.nbytes for e in made.entries if e.name == "attend_split")
