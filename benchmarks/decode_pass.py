@@ -1,13 +1,15 @@
 """A pass that generates one token a sequence, recorded from the package's own calls without values: its launches,
 bytes and operations, and its time on a card eagerly and captured.
 
-The order of the calls stands here until the executor of GPUs is the one that is recorded; the calls are the package's:
-norms, rotation into pages, attention, gates, packed products and sampling of `deepspeed.ops.triton`, torch's products.
+The order of the calls stands here, so that no model has to be built; the calls are the package's: norms, rotation into
+pages, attention, gates, packed products and sampling of `deepspeed.ops.triton`, torch's products. `record_executor`
+records the executor of GPUs itself; a test compares the launches of both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -210,6 +212,33 @@ class _Recorded:
 def record(wanted: Pass) -> Recording:
     """The recording of a pass."""
     return _Recorded(wanted).run()
+
+
+def record_executor(executor: Any, batch: int, context: int, page: int = PAGE) -> Recording:
+    """The recording of a pass of a `PackedDecoder`, which computes nothing: its kernels are replaced for good.
+
+    Args:
+        executor: executor of a model whose tensors lie on the CPU.
+        batch: sequences, each with one new token.
+        context: length of each with it.
+        page: tokens per page.
+    """
+    from deepspeed.inference.executors.pass_inputs import PassSizes  # type: ignore[import-not-found]
+    from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+
+    recording = Recording(f"{batch} sequences at {context}", 0, 1)
+    recorder = PassRecorder(recording, "cpu")
+    pages = -(-context // page)
+    spans = [BatchSlice([0], context - 1, range(row * pages, (row + 1) * pages)) for row in range(batch)]
+    inputs = executor.inputs(PassSizes.of(spans, page, executor.tiling))
+    inputs.fill(RaggedBatch(spans, page, torch.device("cpu")), executor.tiling)
+    executor.kernels = RecordedKernels(recorder)
+    for way, _ in executor.ways.values():
+        way.kernels = executor.kernels
+    with torch.no_grad(), recorder:
+        executor.choose(inputs, executor.compute(inputs), None, False)
+    recording.blocks.clear()
+    return recording
 
 
 @dataclass(frozen=True)
