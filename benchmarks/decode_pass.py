@@ -223,7 +223,7 @@ def record_executor(executor: Any, batch: int, context: int, page: int = PAGE) -
         context: length of each with it.
         page: tokens per page.
     """
-    from deepspeed.inference.executors.pass_inputs import PassSizes  # type: ignore[import-not-found]
+    from deepspeed.inference.executors.pass_inputs import PassSizes
     from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 
     recording = Recording(f"{batch} sequences at {context}", 0, 1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed.errors import NotAvailableError, RequestError
 from deepspeed.foundation.transformers_model import vocabulary_size
-from deepspeed.inference.executors.native_tensors import largest
+from deepspeed.inference.device_sampling import chosen_tokens, row_sampling
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
 from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, settle_attention
 from deepspeed.inference.kv_cache import BlockPool
@@ -184,7 +184,7 @@ class DraftModel:
         self._limit = min(limits, default=None)
         self.pays = min(PAYS + _bytes_of(model) / max(_bytes_of(target), 1), MOST_NEEDED)
         self._executor.store = self._executor.store.resized(pool.count, pool.size)
-        settle_attention(self._executor, pool.size)
+        self._executor = settle_attention(self._executor, pool.size)
         self.pages = BlockPool(pool.count, pool.size, pool.reuse)
         self.scheduler = Scheduler(self.pages, self._copy, min(max_tokens, ROWS), max_sequences)
 
@@ -221,8 +221,9 @@ class DraftModel:
         if not slices:
             return False
         even = getattr(self._executor, "even", False)
-        logits = self._executor.run(RaggedBatch(slices, self.pages.size, device_of(self.model), even))
-        chosen = iter(largest(logits) if len(logits) else [])
+        batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
+        batch.sampling = row_sampling(self._executor, slices, 0)
+        chosen = iter(chosen_tokens(batch, self._executor.run(batch)))
         for rows in slices:
             proposer, count = counts.get(rows.sequence, (None, 0))
             more = False  # a sequence whose last token is computed has nothing to do until the next drafts

@@ -21,10 +21,10 @@ from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapter
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
+from deepspeed.inference.device_sampling import chosen_tokens, row_sampling
 from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
-from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.executors.select import (
     device_of,
@@ -81,6 +81,8 @@ class Generator:
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.
+        batch_invariant: on a GPU, multiply rows in blocks of one size, so that a request's logits do not depend on the
+            other requests of a pass, bit by bit; prompts take longer. On a CPU, native passes always have this.
 
     Raises:
         RequestError: a size is below 1, max_length is below 2 or above the model's limit, cache_bytes is less than
@@ -107,6 +109,7 @@ class Generator:
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
         for name, size in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
@@ -122,7 +125,7 @@ class Generator:
         self.vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
-        self._lossless = lossless_weights
+        self._lossless, self._invariant = lossless_weights, batch_invariant
         self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
         self._choose_executor()
         self._draft = self._make_draft(draft_model, lossless_weights)
@@ -151,7 +154,7 @@ class Generator:
         warn_of(self.model, self._executor, self.why)
         self._dtype = next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
-        settle_attention(self._executor, page_size)
+        self._executor = settle_attention(self._executor, page_size, self._invariant)
         self._scheduler = Scheduler(
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
@@ -246,6 +249,7 @@ class Generator:
                 self._fallback_requests[request.ident] = sequence
             else:
                 sequence.proposer = None if request.pooling else self._proposer(sequence)
+                sequence.sampler.counted = getattr(self._executor, "samples", False)
                 self._scheduler.add(sequence)
 
     def _join_group(self, sequence: LiveSequence, name: Hashable | None) -> None:
@@ -405,6 +409,8 @@ class Generator:
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
+        if not self._live and hasattr(self._executor, "look"):
+            self._executor.look()  # it may move weights in memory, which counts as a change
         version, switches = self.weights.version, self.weights.switches
         if (version, switches) != self._weights_seen and not self._live:
             self._weights_seen = version, switches
@@ -523,8 +529,9 @@ class Generator:
             return []
         even = getattr(self._executor, "even", False)
         batch = RaggedBatch(slices, self.pages.size, device_of(self.model), even)
+        batch.sampling = row_sampling(self._executor, slices, self.vocabulary or 0)
         logits = self._executor.run(batch)
-        chosen = largest(logits) if len(logits) else []
+        chosen = chosen_tokens(batch, logits)
         draw_plainly(slices, logits, chosen)
         outputs, first, row = [], 0, 0
         for rows in slices:
@@ -618,14 +625,15 @@ class Generator:
             if token < 0:
                 sequence.reason = "error"
                 break
-            plain = sequence.sampler.plain
+            plain, drawn = sequence.sampler.plain, sequence.sampler.drawn
             try:
-                accepted.append(sequence.take(None if plain else logits[place], token if plain else None))
+                accepted.append(sequence.take(None if plain or drawn else logits[place], token if plain else None))
             except Exception as error:  # errors of the tokenizer or the options
                 sequence.fail(error)
                 break
             if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
                 break
+        sequence.sampler.drawn = []  # those after a wrong draft
         return accepted
 
     def _begin_others(self, source: LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:

@@ -156,7 +156,7 @@ def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor, largest: Se
         if part.wanted - part.scored != 1 or part.hidden or isinstance(part.sequence.group, BeamGroup):
             continue
         sampler = part.sequence.sampler
-        if part.sequence.sampling.max_new_tokens and sampler.draws_plainly and not sampler.plain:
+        if part.sequence.sampling.max_new_tokens and sampler.draws_plainly and not (sampler.plain or sampler.drawn):
             rows.append((sampler, end - 1))
     if len(rows) > 1:
         draw_together(rows, logits, largest)

@@ -193,7 +193,8 @@ class NativeGenerate:
             executor = generator._executor
             if isinstance(executor, FusedExecutor):
                 return cls(generator)
-            why = getattr(executor, "unfused", "") or generator.why or "the native library is not there"
+            why = getattr(executor, "unfused", "its native form is for CPUs")
+            why = why or generator.why or "the native library is not there"
             generator.close()
         warn_once(f"init_inference: replace_with_kernel_inject: {type(model).__name__} keeps its own layers: {why}")
         return None

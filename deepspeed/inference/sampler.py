@@ -37,17 +37,20 @@ class Sampler:
         self.ends = frozenset() if sampling.ignore_eos else ends
         self.stops = self.ends | set(sampling.stop_token_ids)
         self.count = 0
-        self.drawn: tuple[int, Logprob | None] | None = None  # next token, if `draw_together` has drawn it already
+        self.drawn: list[tuple[int, Logprob | None]] = []  # next tokens that are drawn already
+        self.counted = False  # whether random numbers are those of `ops.triton.sampling`, which a device draws too
         self._counts: Counter[int] = Counter()
         self._seen = self._indices(set(prompt)) if sampling.repetition_penalty != 1 else None
         biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self._bias = self._indices(sampling.logit_bias), biases
         self._generator: torch.Generator | None = None
+        self.seed = 0
         if sampling.temperature:
             self._generator = torch.Generator()
             # A separate generator: the process's random state belongs to the user, who may train with it.
             seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-            self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63)
+            self.seed = (seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63
+            self._generator.manual_seed(self.seed)
 
     @property
     def plain(self) -> bool:
@@ -74,8 +77,8 @@ class Sampler:
 
     def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
         """Return the next token for logits [vocabulary], and its log-probabilities or None (not requested)."""
-        if self.drawn is not None:
-            (token, logprob), self.drawn = self.drawn, None
+        if self.drawn:
+            token, logprob = self.drawn.pop(0)
             self.note(token)
             return token, logprob
         logits = logits.detach().float().cpu()
@@ -142,6 +145,10 @@ class Sampler:
 
     def random(self) -> torch.Tensor:
         """Return the next random number of the request, fp64, from 0 to below 1."""
+        if self.counted:
+            from deepspeed.ops.triton.sampling import uniform
+
+            return torch.tensor(uniform(self.seed, self.count), dtype=torch.float64)
         return torch.rand((), generator=self._generator, dtype=torch.float64)
 
     @property
@@ -157,6 +164,35 @@ class Sampler:
             and not options.logit_bias
             and self.count >= options.min_new_tokens
         )
+
+    @property
+    def draws_on_device(self) -> bool:
+        """Whether the next tokens depend on logits, penalties and random numbers alone, and no alternatives to them are
+        requested: then a device can choose them."""
+        options = self.sampling
+        return (
+            self._matcher is None
+            and options.logprobs is None
+            and not options.logit_bias
+            and self.count >= options.min_new_tokens
+        )
+
+    def entries(self, ahead: Sequence[int], vocabulary: int) -> dict[int, int]:
+        """Return what penalties count of each token, as `ops.triton.sampling.sample` wants it: 1 if it is in prompt or
+        output, plus 2 for each time in the output; only what the request's penalties read.
+
+        Args:
+            ahead: tokens that are supposed to follow the output.
+            vocabulary: number of tokens; others have no entries.
+        """
+        entries: Counter[int] = Counter()
+        if self.sampling.presence_penalty or self.sampling.frequency_penalty:
+            for token, count in (self._counts + Counter(ahead)).items():
+                entries[token] += 2 * count
+        if self._seen is not None:
+            for token in {*self._seen.tolist(), *ahead}:
+                entries[token] += 1
+        return {token: entry for token, entry in entries.items() if token < vocabulary}
 
     @staticmethod
     def _indices(tokens: Iterable[int]) -> torch.Tensor:
@@ -220,4 +256,4 @@ def draw_together(rows: Sequence[tuple[Sampler, int]], logits: torch.Tensor, lar
             values = chances.gather(-1, tokens[:, None])[:, 0].tolist()
             entries = [Logprob(token, value) for token, value in zip(tokens.tolist(), values, strict=True)]
         for (sampler, _), token, entry in zip(group, tokens.tolist(), entries, strict=True):
-            sampler.drawn = token, entry
+            sampler.drawn = [(token, entry)]

@@ -6,6 +6,7 @@ count is right, the tokens are not.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from tests.emulated.runs import emulates, observed
 need_compiler()
 
 LAYERS, SEQUENCES = 4, 4
+WRITTEN = ("out", "partial", "tokens", "numbers", "scores")  # the first that a kernel has among its arguments
 
 
 class CountedKernels:
@@ -34,7 +36,9 @@ class CountedKernels:
 
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         self.launches += 1
-        arguments[3 if variant.kernel.startswith("attend") else 2].zero_()
+        names = list(variant.signature)
+        written = next(name for name in WRITTEN if name in names)
+        arguments[names.index(written)].zero_()
 
 
 def cost(way: str) -> dict[str, Any]:
@@ -43,14 +47,19 @@ def cost(way: str) -> dict[str, Any]:
     from deepspeed.inference.executors import attention_ways, select
     from tests.unit.inference.toys import llama, prompts
 
-    def probe(executor: Any, *arguments: Any) -> str | None:
-        return None if getattr(executor, "ways", None) else plain(executor, *arguments)
+    def probe(executor: Any, *arguments: Any, **named: Any) -> str | None:
+        return None if getattr(executor, "ways", None) else plain(executor, *arguments, **named)
+
+    def modules(executor: Any, *_: Any) -> Any:
+        return executor
 
     kernels, native, plain = CountedKernels(), emulates(), select._probe
-    ways: Any = [attention_ways.KernelWay(kernels)] if way == "kernels" else []
+    ways: Any = [] if way == "gathered" else [attention_ways.KernelWay(kernels)]
+    without = contextlib.nullcontext() if way == "packed" else mock.patch.object(select, "_without_modules", modules)
     with (
         mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")),
         mock.patch.object(select, "_probe", probe),
+        without,
     ):
         model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
         generator = Generator(model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048)
@@ -73,14 +82,17 @@ def cost(way: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_launches_of_a_pass(emulated: Any) -> None:
-    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels")}
+    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels", "packed")}
     for way, seen in costs.items():
         print(f"\n{way}: {seen['counters']}, {seen['kernels']} of them kernels")
         for line in seen["waits"]:
             print("   ", line)
         assert seen["reports"] == []
-    gathered, kernels = costs["gathered"], costs["kernels"]
+    gathered, kernels, packed = costs["gathered"], costs["kernels"], costs["packed"]
     assert kernels["kernels"] == 2 * LAYERS  # one context has two splits
     assert [what for what, _ in kernels["waits"]] == ["copy to host"]
     assert len(gathered["waits"]) == 1 + 2  # a mask of each group of sequences
     assert kernels["counters"]["launch"] <= 0.6 * gathered["counters"]["launch"]
+    assert packed["counters"]["launch"] <= gathered["counters"]["launch"] / 6
+    assert [what for what, _ in packed["waits"]] == ["copy to host"]
+    assert packed["kernels"] == 6 * LAYERS + 1 + 2  # the last norm; scores and tokens

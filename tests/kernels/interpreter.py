@@ -130,6 +130,29 @@ def bounded(tensors: Sequence[torch.Tensor]) -> Iterator[Bounds]:
         _bounds.pop()
 
 
+@contextmanager
+def in_host_memory(arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Context with the arguments of a launch whose tensors lie in host memory.
+
+    The emulated device's memory is protected outside of its own operators. So whole storages are copied, and copied
+    back at the end; the tensors keep their offsets and overlaps.
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    given = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor) and each.device.type != "cpu":
+            storage = each.untyped_storage()
+            if storage.data_ptr() not in copies:
+                flat = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
+                copies[storage.data_ptr()] = flat, flat.cpu()
+            host = copies[storage.data_ptr()][1].untyped_storage()
+            each = torch.empty(0, dtype=each.dtype).set_(host, each.storage_offset(), each.shape, each.stride())
+        given.append(each)
+    yield given
+    for flat, host in copies.values():
+        flat.copy_(host)
+
+
 class InterpretedKernels:
     """Kernels of a module, run by the interpreter; `launches` are the names and grids of those that ran.
 
@@ -144,18 +167,33 @@ class InterpretedKernels:
         self.last: Bounds | None = None  # of the last launch
 
     def has(self, variant: Any) -> bool:
-        return True
+        return hasattr(self.module, variant.kernel)
 
     def prepare(self, variants: Iterable[Any]) -> None:
         pass
 
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         self.launches.append((variant.name, grid))
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        with bounded(tensors) as bounds, np.errstate(all="ignore"):
-            getattr(self.module, variant.kernel)[grid](*arguments, **variant.constants)
+        with in_host_memory(arguments) as given:
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            with bounded(tensors) as bounds, np.errstate(all="ignore"):
+                getattr(self.module, variant.kernel)[grid](*given, **variant.constants)
         self.bytes.update(bounds.bytes)
         self.last = bounds
+
+
+class AllInterpreted(InterpretedKernels):
+    """The kernels of all files of `deepspeed.ops.triton`."""
+
+    def __init__(self) -> None:
+        super().__init__(importlib.import_module("deepspeed.ops.triton.row_kernels"))
+
+    def has(self, variant: Any) -> bool:
+        return True
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        self.module = importlib.import_module(f"deepspeed.ops.triton.{variant.module}")
+        super().launch(variant, grid, arguments)
 
 
 def interpreted(name: str) -> InterpretedKernels:

@@ -56,6 +56,21 @@ def _norm(case: dict[str, Any]) -> Check:
     return check
 
 
+def _head_norm(case: dict[str, Any]) -> Check:
+    width, heads, dtype = case["width"], case["heads"], case["dtype"]
+
+    def check(kernels: Kernels) -> None:
+        joint = spread(4, heads * width, dtype, 7, case["gap"])  # heads of a matrix that holds more
+        rows = joint.unflatten(1, (heads, width))
+        weight = torch.randn(width, generator=torch.Generator().manual_seed(8)).to(dtype)
+        result, same = norm(kernels, rows, weight, eps=case["eps"])
+        assert same is rows
+        values = rows.double()
+        agrees(result, values * (values.square().mean(-1, keepdim=True) + case["eps"]).rsqrt() * weight.double(), 4)
+
+    return check
+
+
 def _rotation(case: dict[str, Any]) -> Check:
     head, value, dtype, rotary = case["head"], case["value"] or case["head"], case["dtype"], case["rotary"]
     rotary = head if rotary is None else rotary
@@ -111,6 +126,7 @@ NORMS = {
     "width": (1, 64, 100, 600, 4096), "dtype": DTYPES, "centred": (False, True), "residual": (False, True),
     "bias": (False, True), "shift": (0.0, 1.0), "eps": (1e-6, 1e-1), "size": (1.0, 50.0), "gap": (0, 8),
 }  # fmt: skip
+HEAD_NORMS = {"width": (16, 80, 128), "heads": (1, 3), "dtype": DTYPES, "eps": (1e-6, 1e-1), "gap": (0, 16)}
 ROTATIONS = {
     "head": (16, 64, 80, 128), "value": (0, 48), "dtype": DTYPES, "rotary": (None, 8), "interleaved": (False, True),
     "heads": (1, 5), "cached": (1, 2),
@@ -121,7 +137,11 @@ GATES = {"width": (1, 96, 1024, 2500), "dtype": DTYPES, "activation": ACTIVATION
 def checks() -> dict[str, Check]:
     """All checks by name."""
     made: dict[str, Check] = {}
-    for name, options, make in (("norm", NORMS, _norm), ("rotation", ROTATIONS, _rotation), ("gate", GATES, _gate)):
+    suites = (
+        ("norm", NORMS, _norm), ("head-norm", HEAD_NORMS, _head_norm), ("rotation", ROTATIONS, _rotation),
+        ("gate", GATES, _gate),
+    )  # fmt: skip
+    for name, options, make in suites:
         for seed in range(2):
             for case in pairwise(options, seed):
                 made[f"{name}-" + "-".join(f"{key}={value}" for key, value in case.items())] = make(case)

@@ -1,4 +1,7 @@
-"""Generation whose attention runs in the interpreted kernels: the tokens of the way without them, in fp32."""
+"""Generation through modules whose attention runs in the interpreted kernels: the tokens of `generate`, in fp32.
+
+Passes without modules: `test_device_passes.py`.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,7 @@ def emulated_tokens() -> tuple[list[list[int]], int, list[str]]:
     ways: Any = [attention_ways.KernelWay(launched)]
     with mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")), observed() as seen:
         generator = Generator(llama().to("cuda"), page_size=16, cache_bytes=1 << 18)
+        assert len(generator._executor.ways) == 2
         tokens = generator.generate(prompts((3, 20)), GREEDY)
         generator.close()
     return tokens, len(launched.launches), seen.reports

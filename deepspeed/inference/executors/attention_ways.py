@@ -19,8 +19,7 @@ from torch import nn
 from deepspeed.accelerator.cuda_driver import compute_capability
 from deepspeed.errors import DeepSpeedError, PackingError
 from deepspeed.inference.executors.mask_shape import MaskShape, mask_shape
-from deepspeed.inference.executors.ragged_batch import RaggedBatch
-from deepspeed.ops.triton.attention import AttentionRule, Kernels, attend_pages
+from deepspeed.ops.triton.attention import AttentionRule, Kernels, PagedRows, PlannedRows, attend_pages
 from deepspeed.ops.triton.variants import attention_variants, unsupported
 
 FLASH_PAGE = 256  # flash attention reads pages of a multiple of so many tokens
@@ -63,6 +62,21 @@ class LayerAttention:
         return AttentionRule(self.scale, self.shape.window, self.shape.chunk, self.cap)
 
 
+class RowsOfPass(Protocol):
+    """What attention reads of a pass: `RaggedBatch`, or `pass_inputs.PassInputs`."""
+
+    page_size: int
+
+    @property
+    def paged_rows(self) -> PagedRows | PlannedRows: ...
+    @property
+    def block_table(self) -> torch.Tensor: ...
+    @property
+    def row_starts(self) -> torch.Tensor: ...
+    @property
+    def context_lengths(self) -> torch.Tensor: ...
+
+
 class AttentionWay(Protocol):
     """A way to compute attention on pages."""
 
@@ -77,7 +91,7 @@ class AttentionWay(Protocol):
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RowsOfPass,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of all rows of a pass, [rows, heads, value size]; `query`: [rows, heads, head size]."""
@@ -114,7 +128,7 @@ class FlashWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RowsOfPass,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, page = batch.paged_rows, batch.page_size
@@ -155,7 +169,7 @@ class KernelWay:
         layer: LayerAttention,
         query: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        batch: RaggedBatch,
+        batch: RowsOfPass,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         return attend_pages(self.kernels, query, pools, batch.paged_rows, batch.page_size, layer.rule, sinks)

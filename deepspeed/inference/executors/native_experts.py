@@ -11,17 +11,13 @@ from torch.nn import functional as F
 from deepspeed.errors import PackingError
 from deepspeed.foundation.log import describe_error
 from deepspeed.inference.executors.native_tensors import GROUP, GatedMlp, matrix_of, rows_of
+from deepspeed.inference.executors.structure import is_mixture
 from deepspeed.inference.quantization.experts import PackedExperts, stacks_of, try_gated
 
 ROWS = 64  # of a trial of a router
 SPREADS = (0.5, 4.0)  # of the logits in a trial
 ALIKE = {torch.float32: 1e-5, torch.bfloat16: 0.01}  # tolerance of a router's weights
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # steps between roundings of a router's inputs
-
-
-def is_mixture(mlp: nn.Module) -> bool:
-    """Whether a feed-forward module has child modules `gate` (a router) and `experts`."""
-    return {"gate", "experts"} <= set(mlp._modules)
 
 
 @torch.no_grad()

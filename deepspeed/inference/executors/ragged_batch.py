@@ -106,6 +106,27 @@ class AttentionGroup:
         return None if bool(allowed.all()) else allowed
 
 
+@dataclass
+class RowSampling:
+    """How the next tokens of the rows with logits are chosen on the device.
+
+    Args:
+        options: fp32 [rows with logits, 8], from `ops.triton.sampling.options_of`; all 0: greedy.
+        seeds: int64 [rows with logits], seeds of the requests.
+        counts: int32 [rows with logits], draws of a request before this one.
+        seen: for penalties: (row, token, entry) of each token in prompt or output, int64 [3, entries], with the entries
+            of the table in `ops.triton.sampling.sample`; None: no row has penalties.
+        tokens: the chosen tokens of the rows, set by the executor; -1 where logits are not finite. None: the executor
+            has chosen none.
+    """
+
+    options: torch.Tensor
+    seeds: torch.Tensor
+    counts: torch.Tensor
+    seen: torch.Tensor | None = None
+    tokens: list[int] | None = None
+
+
 class RaggedBatch:
     """Batch of slices of different sequences; each tensor is created on first use.
 
@@ -119,6 +140,7 @@ class RaggedBatch:
     def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
         self.hidden: torch.Tensor | None = None  # last hidden states of all rows, [rows, width], if a slice wants them
+        self.sampling: RowSampling | None = None  # how tokens are chosen on the device; None: by the caller
 
     @property
     def wants_hidden(self) -> bool:

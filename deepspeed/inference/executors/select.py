@@ -23,6 +23,7 @@ from deepspeed.inference.adapters import LoraAdapter, applied
 from deepspeed.inference.executors import attention_ways
 from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
+from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.moe.expert_parallel import is_divided
@@ -34,6 +35,7 @@ PROBE_PAGE = 2
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
 FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
+INVARIANT_ROWS = 128  # rows of a product where rows are not to depend on their number
 MIXED_NUDGES, MIXED_NOISIEST = 4, 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
 
 
@@ -282,13 +284,17 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 @torch.no_grad()
-def settle_attention(executor: Any, page: int) -> None:
-    """Choose how the attention of each layer is computed on pages of `page` tokens; on a CPU nothing is to be chosen.
+def settle_attention(executor: Any, page: int, invariant: bool = False) -> Any:
+    """Choose how passes on pages of `page` tokens are computed on a GPU, and return the executor to use.
 
-    The choice is kept if the logits of mixed passes agree with the model's own, as for the executor.
+    First the attention of each layer is chosen. Then, if all that it needs is there, a `PackedDecoder` replaces the
+    executor, which calls the model's modules. Either choice is kept if the logits of mixed passes agree with the
+    model's own, as for the executor. On a CPU nothing is to be chosen.
+
+    `invariant`: whether the rows of a matrix product are not to depend on their number.
     """
     if not isinstance(executor, PagedExecutor):
-        return
+        return executor
     model, store, device = executor.model, executor.store, device_of(executor.model)
     executor.ways = {}
     ways, missing = attention_ways.ways_of(device)
@@ -301,22 +307,53 @@ def settle_attention(executor: Any, page: int) -> None:
     if reasons:
         warn_once(f"{name}: attention of some layers gathers pages: {'; '.join(reasons)}")
     if not chosen:
-        return
+        return executor
     sequences = _sequences(model)
     with exclusive_pass(model), ModuleState(model).turn():
         wanted = [_alone(model, tokens) for tokens in sequences]
         noise = functools.cache(lambda: _noise(model, sequences, wanted))
-        executor.store = store.resized(16, page)
         executor.ways = {number: (way, layers[number]) for number, way in chosen.items()}
+        probe = functools.partial(_probe, sequences=sequences, wanted=wanted, noise=noise)
+        reason = _tried(executor, probe, page)
+        if reason is not None:
+            executor.ways = {}
+            warn_once(f"{name}: attention gathers pages, since on the pages it fails: {reason}")
+            return executor
+        return _without_modules(executor, ways, probe, invariant)
+
+
+def _tried(executor: Any, probe: Callable[[Any], str | None], page: int) -> str | None:
+    """Return the reason why an executor's passes fail on pages of `page` tokens, or None."""
+    store = executor.store
+    executor.store = store.resized(16, page)
+    try:
+        return probe(executor)
+    except Exception as error:  # of torch's operators or of the driver
+        return _say(error)
+    finally:
+        executor.store = store
+
+
+def _without_modules(executor: PagedExecutor, ways: list[Any], probe: Callable[[Any], str | None], even: bool) -> Any:
+    """Return a `PackedDecoder` with the executor's attention if it supports the model and its logits agree; else the
+    executor, whose `unfused` has the reason, which is logged. `even`: as `invariant`."""
+    kernels = next((way.kernels for way in ways if isinstance(way, attention_ways.KernelWay)), None)
+    if kernels is None:
+        return executor
+    reasons = []
+    for interleaved in (False, True):
         try:
-            reason = _probe(executor, sequences, wanted, noise)
-        except Exception as error:  # of torch's operator or of the driver; gathered pages still work
-            reason = _say(error)
-        finally:
-            executor.store = store
-    if reason is not None:
-        executor.ways = {}
-        warn_once(f"{name}: attention gathers pages, since on the pages it fails: {reason}")
+            decoder = PackedDecoder(executor, kernels, INVARIANT_ROWS if even else 0, interleaved)
+        except Exception as error:  # any error of modules called in isolation; the model itself works
+            reasons.append(_say(error))
+            break
+        reason = _tried(decoder, probe, executor.store.size)
+        if reason is None:
+            return decoder
+        reasons.append(reason)
+    executor.unfused = reasons[0]
+    log_rank0(f"{type(executor.model).__name__} goes through its own modules on the GPU, not by kernels: {reasons[0]}")
+    return executor
 
 
 @torch.no_grad()
@@ -340,7 +377,8 @@ def why_not_adapted(executor: Any, adapter: LoraAdapter, compare: bool = True) -
             noise = functools.cache(
                 lambda: _noise(model, sequences[::2], wanted[::2], adapter) + _noise(model, sequences[1:2], wanted[1:2])
             )
-            executor.store = store.resized(16, PROBE_PAGE)
+            # Kernels that attend on pages are there for the size of these.
+            executor.store = store.resized(16, store.size if getattr(executor, "ways", None) else PROBE_PAGE)
             return _probe(executor, sequences, wanted, noise, adapters)
         except PackingError as error:
             return _say(error)

@@ -70,13 +70,12 @@ class InferenceEngineV2:
         if executor is None:
             raise NotAvailableError(f"{type(model).__name__} cannot be batched over pages: {why}; use its generate")
         warn_of(model, executor, why)
-        self._executor = executor
         own = [limit for limit in (length_limit(model), packed_limit(model)) if limit is not None]
         self._max_context = min([self._config.state_manager.max_context, *own])
         probed = executor.store
         self._blocks = BlockPool(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
         executor.store = probed.resized(self._blocks.count, BLOCK)
-        settle_attention(executor, BLOCK)
+        self._executor = settle_attention(executor, BLOCK)
         self._sequences: dict[int, DSSequenceDescriptor] = {}
         size = vocabulary_size(model, decoder=True)
         config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=size)

@@ -124,6 +124,76 @@ class PagedRows:
         return max((end for end, count in zip(ends[1:], self.counts, strict=True) if count <= most), default=0)
 
 
+@dataclass(frozen=True)
+class PlannedRows:
+    """Rows of a pass whose tiles are on the device already; stands for `PagedRows`.
+
+    What a launch depends on are sizes and bounds, not contents: a pass whose rows, tiles and tables are padded to fixed
+    sizes has the same launches for all contents. A tile with sequence -1 is padding.
+
+    Args:
+        rows: number of rows, padding included.
+        most: largest number of new rows of a sequence.
+        length: bound of the contexts' lengths.
+        ends: rows up to the last sequence that has a tile in `narrow`.
+        table: page numbers, int32 [sequences, pages].
+        narrow: tiles of sequences whose new rows fit into one tile of the kernel that splits keys, int32 [tiles, 4].
+        rest: whole tiles of the other sequences.
+        all: whole tiles of all sequences.
+    """
+
+    rows: int
+    most: int
+    length: int
+    ends: int
+    table: torch.Tensor
+    narrow: torch.Tensor
+    rest: torch.Tensor
+    all: torch.Tensor
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The largest number of new rows of a sequence."""
+        return (self.most,)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bound of the contexts' lengths."""
+        return (self.length,)
+
+    def tiles(self, tokens: int, least: int = 1, most: int | None = None) -> torch.Tensor:
+        """Return the tiles as in `PagedRows.tiles`; their rows were settled when they were planned."""
+        if most is not None:
+            return self.narrow
+        return self.all if least == 1 else self.rest
+
+    def splits(self, rule: AttentionRule, tokens: int, most: int) -> int:
+        """Return a bound of the splits that a narrow tile reads, as in `PagedRows.splits`; 0 without narrow tiles."""
+        if not len(self.narrow):
+            return 0
+        splits = -(-self.length // SPLIT)
+        if rule.window:
+            splits = min(splits, (rule.window + tokens - 2) // SPLIT + 2)
+        if rule.chunk:
+            splits = min(splits, (rule.chunk + tokens - 2) // SPLIT + 2)
+        return splits
+
+    def end(self, most: int) -> int:
+        """Return the number of rows up to the last sequence with a narrow tile."""
+        return self.ends
+
+
+def tile_heads(heads: int, cached: int) -> int:
+    """Return how many query heads of one key-value head share a tile."""
+    return min(16, 1 << (heads // cached - 1).bit_length())
+
+
+def tile_rows(variants: dict[str, Variant], heads: int, cached: int) -> tuple[int, int]:
+    """Return how many rows of a sequence a tile has: of the kernel that splits keys, and of the one that does not."""
+    members = tile_heads(heads, cached)
+    return variants["attend_split"].rows // members, variants["attend_whole"].rows // members
+
+
 @dataclass
 class _PagedCall:
     """One call of `attend_pages`: its tensors, and numbers that its launches share."""
@@ -135,14 +205,14 @@ class _PagedCall:
     values: torch.Tensor
     out: torch.Tensor
     sinks: torch.Tensor | None
-    rows: PagedRows
+    rows: PagedRows | PlannedRows
     rule: AttentionRule
 
     def __post_init__(self) -> None:
         group, cached = self.query.shape[1] // self.keys.shape[1], self.keys.shape[1]
-        self.members = min(16, 1 << (group - 1).bit_length())  # query heads of a tile
+        self.members = tile_heads(self.query.shape[1], cached)
         self.blocks = cached * -(-group // self.members)
-        self.narrow = self.variants["attend_split"].rows // self.members
+        self.narrow, self.tall = tile_rows(self.variants, self.query.shape[1], cached)
         cap = 1.0 if self.rule.cap is None else self.rule.cap
         self.shared = (self.rule.window, self.rule.chunk, group, self.members)
         self.scales = (self.rule.scale, cap)
@@ -152,7 +222,7 @@ class _PagedCall:
     def whole(self, least: int) -> None:
         """Compute the sequences of at least `least` rows, all keys of a tile in one program."""
         variant = self.variants["attend_whole"]
-        tiles = self.rows.tiles(variant.rows // self.members, least)
+        tiles = self.rows.tiles(self.tall, least)
         if len(tiles):
             tensors = (self.query, self.keys, self.values, self.out, self.sink, self.rows.table, tiles)
             strides = (*self.strides, *self.out.stride()[:2], self.rows.table.stride(0))
@@ -175,7 +245,7 @@ def attend_pages(
     kernels: Kernels,
     query: torch.Tensor,
     pools: tuple[torch.Tensor, torch.Tensor],
-    rows: PagedRows,
+    rows: PagedRows | PlannedRows,
     page: int,
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
@@ -218,7 +288,11 @@ def attend_pages(
 
 
 def _check(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows | PlannedRows,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Raise ArgumentError unless the shapes fit each other."""
     shapes = f"queries {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"

@@ -13,14 +13,16 @@ from triton import jit  # type: ignore[import-not-found]
 
 @jit
 def norm_rows(
-    rows, residual, weight, bias, out, stream, row_stride, residual_stride, out_stride, stream_stride,
-    width, eps, shift, has_residual, has_bias, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
+    rows, residual, weight, bias, out, stream, row_stride, row_head, residual_stride, out_stride, out_head,
+    stream_stride, width, eps, shift, has_residual, has_bias, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Norm of rows + residual, times (weight + shift), plus bias. Grid: (rows).
+    """Norm of rows + residual, times (weight + shift), plus bias. Grid: (rows, heads); with a residual, one head.
 
     The sum goes to `stream`, rounded, if there is a residual; the norm reads the rounded sum, as modules do.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows += head * row_head
+    out += head * out_head
     places = tl.arange(0, BLOCK)
     inside = places < width
     values = tl.load(rows + row * row_stride + places, mask=inside, other=0.0).to(tl.float32)

@@ -16,8 +16,8 @@ ROWS, SAMPLING, PRODUCTS = "row_kernels", "sampling_kernels", "packed_products"
 # Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
 ARGUMENTS: dict[str, tuple[str, str]] = {
     "norm_rows": (
-        ROWS, "rows:* residual:* weight:* bias:* out:* stream:* row_stride residual_stride out_stride stream_stride "
-        "width eps:fp32 shift:fp32 has_residual has_bias",
+        ROWS, "rows:* residual:* weight:* bias:* out:* stream:* row_stride row_head residual_stride out_stride "
+        "out_head stream_stride width eps:fp32 shift:fp32 has_residual has_bias",
     ),
     "rotate_into_pages": (
         ROWS, "queries:* keys:* values:* cosines:* sines:* slots:*i64 out:* key_pool:* value_pool:* query_row "
@@ -160,6 +160,7 @@ def row_variants(
     wanted: dict[KernelVariant, None] = {}
     for dtype in dtypes:
         wanted |= {norm_variant(dtype, width, centred): None for width in widths for centred in (False, True)}
+        wanted |= {norm_variant(dtype, head, False): None for head in heads}  # of queries and keys
         wanted |= {rotation_variant(dtype, head, head, False): None for head in heads}
         wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
         wanted |= dict.fromkeys(sampling_variants(dtype, 1 << 17).values())

@@ -23,14 +23,14 @@ def norm(
     centred: bool = False,
     shift: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of rows + residual, and the sum itself, both [rows, width] in the dtype of `rows`.
+    """Return the norm of rows + residual, and the sum itself, both of the shape and dtype of `rows`.
 
     Args:
         kernels: the kernels.
-        rows: [rows, width].
+        rows: [rows, width]; or, without a residual, [rows, heads, width], whose heads are normed one by one.
         weight: [width].
         bias: [width], or None.
-        residual: [rows, width], or None: then the sum is `rows`.
+        residual: [rows, width], or None: then `rows` itself is returned as the sum.
         eps: added to the mean square.
         centred: whether the mean is taken off first (layer norm), or not (RMS norm).
         shift: added to the weight, 1 in Gemma.
@@ -39,16 +39,21 @@ def norm(
         ArgumentError: shapes do not fit each other, or rows are not contiguous.
     """
     others = [each for each in (weight, bias) if each is not None]
-    fits = rows.dim() == 2 and rows.stride(1) == 1 and all(each.shape == rows.shape[1:] for each in others)
-    if not fits or (residual is not None and (residual.shape != rows.shape or residual.stride(1) != 1)):
+    fits = rows.dim() in (2, 3) and rows.stride(-1) == 1 and all(each.shape == rows.shape[-1:] for each in others)
+    if residual is not None:
+        fits = fits and rows.dim() == 2 and residual.shape == rows.shape and residual.stride(1) == 1
+    if not fits:
         raise ArgumentError(f"norm of rows {tuple(rows.shape)}: weight, bias or residual have another width")
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     stream = rows if residual is None else torch.empty_like(out)
     added = rows if residual is None else residual
     tensors = (rows, added, weight, weight if bias is None else bias, out, stream)
-    strides = (rows.stride(0), added.stride(0), out.stride(0), stream.stride(0), rows.shape[1])
-    flags = (eps, shift, int(residual is not None), int(bias is not None))
-    kernels.launch(norm_variant(rows.dtype, rows.shape[1], centred), (len(rows), 1, 1), (*tensors, *strides, *flags))
+    heads = rows.shape[1] if rows.dim() == 3 else 1
+    of_head = (rows.stride(1), out.stride(1)) if rows.dim() == 3 else (0, 0)
+    strides = (rows.stride(0), of_head[0], added.stride(0), out.stride(0), of_head[1], stream.stride(0))
+    numbers = (*strides, rows.shape[-1], eps, shift, int(residual is not None), int(bias is not None))
+    variant = norm_variant(rows.dtype, rows.shape[-1], centred)
+    kernels.launch(variant, (len(rows), heads, 1), (*tensors, *numbers))
     return out, stream
 
 
@@ -80,7 +85,9 @@ def rotate_into_pages(
     if not sizes or not places or rotation[0].shape[1] > queries.shape[2] or slots.dtype != torch.int64:
         shapes = [tuple(each.shape) for each in (*heads, *rotation, slots)]
         raise ArgumentError(f"rotation into pages: queries, keys, values, cosines, sines, slots of {shapes}")
-    cosines, sines = (each.to(queries.dtype).contiguous() for each in rotation)
+    cosines, sines = (each.to(queries.dtype) for each in rotation)
+    if cosines.stride() != sines.stride() or cosines.stride(1) != 1:
+        cosines, sines = cosines.contiguous(), sines.contiguous()
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     tensors = (queries, keys, values, cosines, sines, slots, out, *pools)
     rows = [stride for each in heads for stride in each.stride()[:2]]

@@ -163,12 +163,17 @@ WAYS = {
 }
 
 
-def all_ways(model, count: int, lengths: int, new: int, room: int, chosen: tuple[str, ...] = ()) -> None:
+def all_ways(
+    model, count: int, lengths: int, new: int, room: int, chosen: tuple[str, ...] = (),
+    kind: type = executors_native.FusedExecutor, **more,
+) -> None:  # fmt: skip
     """Bits of logits are those of a request alone, whatever else is in the pass.
 
     Args:
         room: tokens of the cache at which sequences are preempted.
         chosen: names of ways; none for all.
+        kind: class of the executor.
+        more: options of all generators.
     """
     shared = prompts((lengths // 2,))[0]
     given = prompts(tuple(3 + 7 * i % lengths for i in range(count)))
@@ -176,13 +181,14 @@ def all_ways(model, count: int, lengths: int, new: int, room: int, chosen: tuple
     given[0] = given[0] * 4  # which guesses go on with
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     requests = [Request(i, prompt, sampling) for i, prompt in enumerate(given)]
-    wanted = logits_of(Generator(model, **WAYS["alone"]), requests)
-    assert len(wanted) == count * new and len({int(row.argmax()) for row in wanted.values()}) > 20
-    each = Generator(model)._executor.store.bytes_per_page() // 16
+    first = Generator(model, **WAYS["alone"], **more)
+    wanted = logits_of(first, requests)
+    assert len(wanted) == count * new and len({int(row.argmax()) for row in wanted.values()}) > min(20, count * new / 2)
+    each = first._executor.store.bytes_per_page() // 16
     ways = {**WAYS, "preempted": {"max_sequences": 8, "page_size": 2, "cache_bytes": room * each}}
     for name, options in {name: ways[name] for name in chosen or ways}.items():
-        generator = Generator(model, **options)
-        assert isinstance(generator._executor, executors_native.FusedExecutor)
+        generator = Generator(model, **{**more, **options})
+        assert isinstance(generator._executor, kind)
         found = logits_of(generator, requests)
         assert (generator.load().preemptions > 0) == (name == "preempted"), name
         assert found.keys() == wanted.keys(), name

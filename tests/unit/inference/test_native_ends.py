@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import RequestError
 from deepspeed.inference import Generator
-from deepspeed.inference.executors.native import Reader
+from deepspeed.inference.executors.native_structure import table_of
 from deepspeed.inference.executors.native_tensors import Matrix, functions, largest, largest_in_torch, matrix_of
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.layers import PackedEmbedding
@@ -48,7 +48,7 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(37, 192).to(dtype)
     module = table if kind == "plain" else PackedEmbedding(PackedWeight(table.weight, PACKINGS[kind]), None, None)
-    matrix, rounded = Reader.table_of(module)
+    matrix, rounded = table_of(module)
     at = array("q", [36, 0, 5, 5, 17])
     made = torch.empty(len(at), 192)
     functions().ds_rows(matrix, at.buffer_info()[0], len(at), rounded, made.data_ptr())
@@ -56,8 +56,8 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
 
 
 def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
-    assert Reader.table_of(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
-    assert Reader.table_of(PackedEmbedding(PackedWeight(torch.randn(8, 32), PackingFormat()), None, 2.0)) == (
+    assert table_of(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
+    assert table_of(PackedEmbedding(PackedWeight(torch.randn(8, 32), PackingFormat()), None, 2.0)) == (
         None,
         0,
     )

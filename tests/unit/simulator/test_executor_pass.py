@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 from benchmarks import decode_pass
 from benchmarks.simulated_models import Shape
+from deepspeed.inference import Generator
 from deepspeed.simulator.trace import KERNEL, Recording
-
-pytest.importorskip("deepspeed.inference.executors.packed_decoder", reason="the device executor is not here yet")
+from tests.unit.inference.reference_kernels import ReferenceKernels, only_way
 
 TOY = Shape(layers=2, width=64, heads=4, inner=96, vocabulary=256, kv_heads=2, gated=True, tied=False)
 
@@ -25,11 +26,6 @@ def launches(recording: Recording) -> Counter[tuple[object, ...]]:
 
 @pytest.mark.parametrize(("batch", "context"), [(2, 600), (3, 40)])
 def test_an_executor_launches_what_is_simulated(batch: int, context: int) -> None:
-    import transformers
-
-    from deepspeed.inference import Generator
-    from tests.unit.inference.reference_kernels import ReferenceKernels, only_way  # type: ignore[import-not-found]
-
     config = transformers.LlamaConfig(
         vocab_size=TOY.vocabulary, hidden_size=TOY.width, intermediate_size=TOY.inner, num_hidden_layers=TOY.layers,
         num_attention_heads=TOY.heads, num_key_value_heads=TOY.kv_heads, max_position_embeddings=1024,

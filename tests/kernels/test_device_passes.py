@@ -1,0 +1,51 @@
+"""The device executor with interpreted kernels: on the CPU, and on the emulated device with its detector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kernels.needs import need_triton
+
+need_triton()
+
+from tests.kernels.interpreter import AllInterpreted  # noqa: E402
+from tests.unit.inference.device_passes import (  # noqa: E402
+    ALL,
+    FAMILIES,
+    INVARIANT,
+    check_draws,
+    check_family,
+    check_invariance,
+    check_tokens,
+    families_on_the_device,
+    small,
+)
+from tests.unit.inference.reference_kernels import only_way  # noqa: E402
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(family: str) -> None:
+    with only_way(AllInterpreted()) as kernels:
+        check_tokens(kernels, FAMILIES[family]())
+
+
+@pytest.mark.slow
+def test_tokens_chosen_on_the_device_are_those_of_the_host() -> None:
+    with only_way(AllInterpreted()):
+        check_draws(small())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ALL)
+def test_families_on_the_emulated_device_say_what_the_cpu_says(emulated: Any, family: str) -> None:
+    said = emulated(1).run(families_on_the_device, family, "interpreted", timeout=1500.0)[0]
+    check_family(said, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", INVARIANT)
+def test_logits_on_the_emulated_device_do_not_depend_on_the_batch(emulated: Any, way: str) -> None:
+    assert emulated(1).run(check_invariance, way, "interpreted", timeout=1500.0)[0] == []
