@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import decode_tables
 from benchmarks.gpu.plan import TINY, TRAINING
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.planner.memory import simulate
@@ -425,7 +426,8 @@ def host_times() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.simulated_host", str(RESULTS / "host.json")], check=True)
 
 
-PARTS = ["rows", "fit", "choices", "host", "steps", "cards", "offload", "memory", "predicted", "picture", "one-card"]
+PARTS = ["rows", "fit", "choices", "host", "steps", "cards", "offload", "memory", "predicted", "picture", "one-card",
+         "decode"]  # fmt: skip
 
 
 def _keep(path: Path, found: Any) -> None:
@@ -459,6 +461,7 @@ def main() -> int:
         "predicted": lambda: predictions(kept, only, card),
         "picture": lambda: picture(kept, only, card),
         "one-card": lambda: one_card(kept, only),
+        "decode": lambda: decode_tables.main(kept),
     }
     found = parts[options.part]()
     if found:

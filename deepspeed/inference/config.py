@@ -24,6 +24,7 @@ class DtypeEnum(Enum):
     fp32 = torch.float32, "torch.float32", "fp32", "float32", "float"
     bf16 = torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16", "bfloat"
     int8 = torch.int8, "torch.int8", "int8"
+    fp8 = torch.float8_e4m3fn, "torch.float8_e4m3fn", "float8_e4m3fn", "fp8"
 
     def __new__(cls, *spellings: Any) -> DtypeEnum:
         """Use the torch dtype as value and accept every other spelling for the same member."""
@@ -342,6 +343,8 @@ def check_supported(config: DeepSpeedInferenceConfig) -> None:
         )
     if config.lossless_weights and config.tensor_parallel.tp_size > 1:
         raise NotAvailableError("init_inference: lossless_weights together with tensor_parallel.tp_size above 1")
+    if config.dtype == torch.float8_e4m3fn and config.tensor_parallel.tp_size > 1:
+        raise NotAvailableError("init_inference: dtype float8_e4m3fn together with tensor_parallel.tp_size above 1")
     bits = config.quant.weight.num_bits
     if config.dtype == torch.int8 and bits not in (4, 8):
         raise NotAvailableError(f"init_inference: quant.weight.num_bits {bits}: only 4 and 8 are available")

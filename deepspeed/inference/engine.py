@@ -21,6 +21,7 @@ from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.captured_forward import CapturedForward
 from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
 from deepspeed.inference.native_generate import NativeGenerate
+from deepspeed.inference.quantization.float8 import float8_linears
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
@@ -89,6 +90,8 @@ class InferenceEngine(ModuleWrapper):
             apply_section(model, section)
         elif config.dtype == torch.int8 and config.quant.enabled and weight.enabled:
             quantize_linears(model, weight.num_bits, weight.q_groups, dtype)
+        elif config.dtype == torch.float8_e4m3fn:
+            float8_linears(model)
         self._inputs_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
         folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
         if folder and config.tensor_parallel.tp_size > 1:
@@ -140,7 +143,7 @@ class InferenceEngine(ModuleWrapper):
         """Return the dtype of weights and products. On CPUs, fp16 matrices get a dtype with faster products."""
         held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
         wanted = self._config.dtype
-        if wanted == torch.int8:  # of the matrices; other tensors stay floating point
+        if wanted in (torch.int8, torch.float8_e4m3fn):  # of the matrices; other tensors stay wider
             wanted = torch.bfloat16 if held == {torch.bfloat16} or get_accelerator().is_bf16_fast() else torch.float32
             return torch.float32 if held == {torch.float32} else wanted
         if wanted != torch.float16 or device.type != "cpu" or not held:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from deepspeed.errors import ArgumentError
+from deepspeed.simulator.card_rates import CardRates
+from deepspeed.simulator.trace import HostEvent
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Operators that draw random numbers: bytes touched per number, in fp32.
@@ -45,6 +47,7 @@ class Machine:
         fresh: cost of first writes to newly mapped memory: pairs of block size and bytes per second; 0: blocks of that
             size are reused.
         random: random numbers per second, if slower than memory; 0: not slower.
+        kernels: published rates of single kernels, for recordings that say how kernels divide their work; None: none.
     """
 
     ranks: int
@@ -69,6 +72,7 @@ class Machine:
     host_memory: int = 0
     fresh: list[list[float]] = field(default_factory=list[list[float]])
     random: float = 0.0
+    kernels: CardRates | None = None
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
         """Return the floating-point operations per second of a matrix product with `flops` operations.
@@ -101,6 +105,12 @@ class Machine:
             arithmetic = nbytes / _RANDOM[name] / self.random
         longer = max(arithmetic, nbytes / (self.bandwidth * self.memory_efficiency))
         return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
+
+    def seconds(self, entry: HostEvent) -> float:
+        """Return the seconds of a recorded kernel: by `kernels` if the recording has its work, else by `kernel`."""
+        if entry.work is None or self.kernels is None:
+            return self.kernel(entry.name, entry.flops, entry.nbytes, entry.dtype)
+        return self.kernels.seconds(entry)
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
         """Return the seconds of a message or collective: (time on the link, latency); zeros for less than two ranks.
@@ -155,7 +165,8 @@ class Machine:
         try:
             where = _CARDS / f"{path}.json"
             fields = json.loads((where if where.exists() else Path(path)).read_text())
-            machine = cls(**fields)
+            rates = fields.pop("kernels", None)
+            machine = cls(**fields, kernels=None if rates is None else CardRates(**rates))
         except (OSError, ValueError, TypeError) as error:
             raise ArgumentError(
                 f"machine file {path}: {error}; `ds_plan --machine here --save_machine FILE` writes one, and these are "

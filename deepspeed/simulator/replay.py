@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.trace import (
     COPY,
     DISK,
+    GRAPH,
     HOST,
     KERNEL,
     MARK,
@@ -183,7 +184,11 @@ class _Replay:
             seconds = entry.nbytes / self.machine.disk if self.machine.disk else 0.0
             begin = self.links["disk"].take(self.clock, seconds)
             return self._piece("disk", entry, begin, begin + seconds)
-        self._host(self.launch)
+        if entry.kind == GRAPH:
+            self._host(self.machine.kernels.graph_launch if self.machine.kernels else self.launch)
+            return self.clock
+        if not entry.captured:
+            self._host(self.launch)
         return {KERNEL: self._kernel, COPY: self._copy, MESSAGE: self._message}[entry.kind](entry)
 
     def _ready(self, stream: int) -> float:
@@ -192,8 +197,7 @@ class _Replay:
 
     def _kernel(self, entry: HostEvent) -> float:
         begin = max(self.clock, self._ready(entry.stream))
-        return self._piece(f"stream {entry.stream}", entry, begin,
-                           begin + self.machine.kernel(entry.name, entry.flops, entry.nbytes, entry.dtype))  # fmt: skip
+        return self._piece(f"stream {entry.stream}", entry, begin, begin + self.machine.seconds(entry))
 
     def _copy(self, entry: HostEvent) -> float:
         seconds = self.machine.latency / 2 + (entry.nbytes / self.machine.link if self.machine.link else 0.0)
@@ -248,21 +252,25 @@ def repeated(recording: Recording, times: int) -> Recording:
     return Recording(recording.name, recording.rank, recording.size, entries, [], recording.host_time, facts)
 
 
+def captured(recording: Recording) -> Recording:
+    """Return a recording whose kernels are launched as graphs: one for each row of kernels between other entries."""
+    entries: list[HostEvent] = []
+    places: list[int] = []  # by entry: its index in the new recording
+    before = ""
+    for entry in recording.entries:
+        if entry.kind == KERNEL and before != KERNEL:
+            entries.append(HostEvent(GRAPH, "graph", entry.stream, where=entry.where))
+        after = places[entry.after] if entry.after != NOTHING else NOTHING
+        places.append(len(entries))
+        entries.append(replace(entry, after=after, captured=entry.kind == KERNEL))
+        before = entry.kind
+    return replace(recording, entries=entries, blocks=[])
+
+
 def _shifted(entry: HostEvent, by: int) -> HostEvent:
     if entry.after == NOTHING or not by:
         return entry
-    return HostEvent(
-        entry.kind,
-        entry.name,
-        entry.stream,
-        entry.flops,
-        entry.nbytes,
-        entry.dtype,
-        entry.group,
-        entry.lane,
-        entry.after + by,
-        entry.where,
-    )
+    return replace(entry, after=entry.after + by)
 
 
 def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -> None:

@@ -17,9 +17,29 @@ ORDER = "order"  # a stream waits for an earlier entry
 WAIT = "wait"  # the host waits for an earlier entry
 HOST = "host"  # arithmetic on host memory
 DISK = "disk"  # a transfer that overlaps the host
+GRAPH = "graph"  # one launch of all kernels that follow it with `captured`
 MARK = "mark"  # a mark in the step: forward, backward, step
 EMPTIED = -1
 NOTHING = -1  # waits for a stream without entries
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWork:
+    """How a kernel divides its work, for machines with `CardRates`.
+
+    Args:
+        programs: programs that have something to do; 0: as many as the memory needs, as of a library's kernels.
+        resident: programs that a multiprocessor holds at once, if `programs` is given.
+        waiting: bytes of memory that one program has asked for and not received, at most.
+        cached: bytes that are read again, from the L2 cache.
+        instructions: instructions of warps, if they were counted; 0: not counted.
+    """
+
+    programs: int = 0
+    resident: int = 1
+    waiting: float = 0.0
+    cached: float = 0.0
+    instructions: float = 0.0
 
 
 @dataclass(slots=True)
@@ -37,6 +57,8 @@ class HostEvent:
         lane: for a message, its communicator, within which messages keep their order.
         after: for an order or a wait, the index of the entry to wait for; `NOTHING`: none.
         where: name of the last mark before it.
+        work: of a kernel, how it divides its work; None: not recorded.
+        captured: whether a kernel is part of a graph, and costs the host nothing.
     """
 
     kind: str
@@ -49,6 +71,8 @@ class HostEvent:
     lane: int = 0
     after: int = NOTHING
     where: str = ""
+    work: KernelWork | None = None
+    captured: bool = False
 
 
 Entry = HostEvent  # former name, still importable
@@ -130,8 +154,15 @@ class Recording:
         try:
             held = Path(path).read_bytes()
             fields: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
-            entries = [HostEvent(**{**each, "group": tuple(each["group"])}) for each in fields.pop("entries")]
+            entries = [_event(each) for each in fields.pop("entries")]
             blocks = [MemoryEvent(position=each.pop("at"), **each) for each in fields.pop("blocks")]
             return cls(**fields, entries=entries, blocks=blocks)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"recording {path}: {error}; `Recording.save` writes one") from error
+
+
+def _event(fields: dict[str, Any]) -> HostEvent:
+    work = fields.get("work")
+    return HostEvent(
+        **{**fields, "group": tuple(fields["group"]), "work": None if work is None else KernelWork(**work)}
+    )

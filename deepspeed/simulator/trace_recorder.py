@@ -28,6 +28,7 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "n
 # Operators that touch only a part of their inputs: that part, read and written.
 _PARTS: dict[str, Any] = {
     "embedding": lambda _args, out: [out],  # the looked-up rows
+    "index_select": lambda _args, out: [out],
     "nll_loss_forward": lambda args, _out: [args[1]],
     "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2 operator: copies shards into the full buffer
 }

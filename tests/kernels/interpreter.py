@@ -69,6 +69,7 @@ class Bounds:
         self.starts = np.array([start for start, _ in ranges], np.uint64)
         self.ends = np.array([end for _, end in ranges], np.uint64)
         self.bytes: dict[tuple[str, int], int] = {}  # by what was done, and the tensor's address
+        self.places: dict[tuple[str, int], list[np.ndarray]] = {}  # addresses of bytes, the same way
 
     def check(self, what: str, addresses: np.ndarray, mask: np.ndarray, width: int) -> None:
         """Raise unless every address that the mask lets through lies in a tensor."""
@@ -83,6 +84,8 @@ class Bounds:
         for number, count in zip(*np.unique(which, return_counts=True), strict=True):
             key = what, int(self.starts[number])
             self.bytes[key] = self.bytes.get(key, 0) + int(count) * width
+            first = np.unique(used[which == number])
+            self.places.setdefault(key, []).append((first[:, None] + np.arange(width, dtype=np.uint64)).ravel())
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -161,6 +164,7 @@ class InterpretedKernels:
         self.module = module
         self.launches: list[tuple[str, tuple[int, int, int]]] = []
         self.bytes: Counter[tuple[str, int]] = Counter()  # read and written, by tensors' addresses
+        self.last: Bounds | None = None  # of the last launch
 
     def has(self, variant: Any) -> bool:
         return hasattr(self.module, variant.kernel)
@@ -175,6 +179,7 @@ class InterpretedKernels:
             with bounded(tensors) as bounds, np.errstate(all="ignore"):
                 getattr(self.module, variant.kernel)[grid](*given, **variant.constants)
         self.bytes.update(bounds.bytes)
+        self.last = bounds
 
 
 class AllInterpreted(InterpretedKernels):

@@ -50,8 +50,14 @@ ROW_EQUIVALENT = (
     ("x = tl.load(gate", "'0.0' value"),
     ("y = tl.load(up", "'0.0' value"),
 )
-# Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored.
-PRODUCT_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
+# Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored. A program with more tiles
+# than its own computes those of the next one, with equal values.
+PRODUCT_EQUIVALENT = (
+    ("other=0", "'0.0' value"),
+    ("other=0", "'0' value"),
+    ("if TILES > 1:", "'TILES > 1' ops -> GtE"),
+    ("if TILES > 2:", "'TILES > 2' ops -> GtE"),
+)
 # What lies beyond the rows or the vocabulary is not stored. A top-p of 1 that is applied keeps all. The bisection may
 # begin lower. The last token with a chance is looked for, and there is one.
 SAMPLING_EQUIVALENT = (

@@ -28,7 +28,7 @@ from deepspeed.inference.executors.structure import (
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.ops.triton import rows
 from deepspeed.ops.triton.attention import Kernels
-from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, product_variant
+from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, product_variants
 from deepspeed.ops.triton.variants import DTYPES, KernelForm
 from deepspeed.zero.parameters.parameter import is_managed
 
@@ -111,7 +111,7 @@ class IntegerMatrix:
     @property
     def variants(self) -> list[KernelForm]:
         """The kernels that it needs."""
-        return [product_variant(self.packed.dtype, self.packed.form.num_bits)]
+        return [*product_variants(self.packed.dtype, self.packed.form.num_bits)]
 
 
 @dataclass(frozen=True)

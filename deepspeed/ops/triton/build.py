@@ -186,13 +186,13 @@ def build(folder: Path, architectures: Iterable[str], variants: Iterable[KernelF
 
 
 def source_hash() -> str:
-    """Return a hash of all Python files of this folder except `build.py`, `load.py` and `__init__.py`.
+    """Return a hash of all Python files of this folder except `build.py`, `load.py`, `costs.py` and `__init__.py`.
 
     Kernels with another hash are not loaded. Raise `FORMAT` when compile options in `build.py` change.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.name not in ("build.py", "load.py", "__init__.py"):
+        if path.name not in ("build.py", "load.py", "costs.py", "__init__.py"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -131,11 +131,23 @@ def sampling_variants(dtype: torch.dtype, vocabulary: int) -> dict[str, KernelVa
     }
 
 
-def product_variant(dtype: torch.dtype, bits: int) -> KernelVariant:
-    """Variant of the product with a matrix packed in 8 or 4 bits."""
-    wide = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
-    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", 32), ("BLOCK_IN", 128 if wide else 32))
-    return KernelVariant(f"int{bits}_product", dtype, sizes, 4 if wide else 8, 4)
+TILES = (1, 2, 4)  # tiles of 16 rows for which a product's program decodes its weights once
+
+
+def product_variant(dtype: torch.dtype, bits: int, rows: int = 1) -> KernelVariant:
+    """Variant of the product with a matrix packed in 8 or 4 bits, for a number of rows."""
+    tiles = next((tiles for tiles in TILES if rows <= 16 * tiles), TILES[-1])
+    narrow = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
+    outs = 64 if narrow and bits == 8 and tiles == TILES[-1] else 32
+    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", outs), ("BLOCK_IN", 128 if narrow else 32), ("TILES", tiles))
+    # Few rows: as many programs as a matrix of 4,096 outputs has have to keep the whole memory busy.
+    stages = {1: 8, 2: 6, 4: 3}[tiles] if narrow else 4
+    return KernelVariant(f"int{bits}_product", dtype, sizes, 4 if narrow else 8, stages)
+
+
+def product_variants(dtype: torch.dtype, bits: int) -> list[KernelVariant]:
+    """Variants of the product for all numbers of rows."""
+    return [product_variant(dtype, bits, 16 * tiles) for tiles in TILES]
 
 
 def row_variants(
@@ -152,5 +164,5 @@ def row_variants(
         wanted |= {rotation_variant(dtype, head, head, False): None for head in heads}
         wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
         wanted |= dict.fromkeys(sampling_variants(dtype, 1 << 17).values())
-        wanted |= {product_variant(dtype, bits): None for bits in (8, 4)}
+        wanted |= dict.fromkeys(variant for bits in (8, 4) for variant in product_variants(dtype, bits))
     yield from wanted

@@ -142,14 +142,14 @@ def packed_product(
     sizes = scales.numel() == count and (offsets is None or offsets.numel() == count) and (bits == 8 or width % 32 == 0)
     if inputs.dim() != 2 or inputs.shape[1] != width or not sizes or not integers.is_contiguous():
         raise ArgumentError(f"inputs {tuple(inputs.shape)} and integers {tuple(integers.shape)}, not {FORMATS[bits]}")
-    variant = product_variant(inputs.dtype, bits)
+    variant = product_variant(inputs.dtype, bits, len(inputs))
     if inputs.stride(1) != 1:
         inputs = inputs.contiguous()
     out = inputs.new_empty(len(inputs), outputs)
     parts = (integers, scales) if offsets is None else (integers, scales, offsets)
     tensors = (inputs, *parts, inputs if bias is None else bias, out)
     numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, int(bias is not None))
-    blocks = variant.constants["BLOCK_ROWS"], variant.constants["BLOCK_OUT"]
+    blocks = variant.constants["BLOCK_ROWS"] * variant.constants["TILES"], variant.constants["BLOCK_OUT"]
     grid = (-(-len(inputs) // blocks[0]), -(-outputs // blocks[1]), 1)
     kernels.launch(variant, grid, (*tensors, *numbers))
     return out

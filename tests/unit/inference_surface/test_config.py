@@ -107,6 +107,7 @@ def test_aliases() -> None:
         ("fp32 float32 float torch.float32", torch.float32),
         ("bf16 bfloat16 bfloat torch.bfloat16", torch.bfloat16),
         ("int8 torch.int8", torch.int8),
+        ("fp8 float8_e4m3fn torch.float8_e4m3fn", torch.float8_e4m3fn),
     ],
 )
 def test_names_of_dtypes(names: str, dtype: torch.dtype) -> None:
@@ -116,7 +117,7 @@ def test_names_of_dtypes(names: str, dtype: torch.dtype) -> None:
 
 
 def test_a_wrong_dtype() -> None:
-    with pytest.raises(ValueError, match="none of fp16, fp32, bf16, int8"):
+    with pytest.raises(ValueError, match="none of fp16, fp32, bf16, int8, fp8"):
         _config(dtype="fp99")
     with pytest.raises(ValueError, match="none of"):
         _config(dtype=torch.int32)

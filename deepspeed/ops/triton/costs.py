@@ -1,0 +1,288 @@
+"""What a launch of a kernel costs: bytes by argument, operations, and how its programs divide them.
+
+The formulas follow the kernels' loops; tests compare them with the addresses that interpreted kernels touch. Needs
+neither Triton nor a device: tensors may be of the meta device, except the tiles of attention, which say what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.errors import ArgumentError
+from deepspeed.ops.triton.variants import DTYPES, SPLIT, KernelForm, Variant
+
+THREADS = 2048  # of a multiprocessor
+WARP = 32
+KEPT = 16 << 20  # bytes of activations that the L2 cache (40 and 50 MB) has for the next launch
+_RECENT = {
+    "attend_split": {"queries", "partial", "stats"}, "attend_whole": {"queries", "out"},
+    "join_splits": {"partial", "stats", "out"}, "norm_rows": {"rows", "residual", "out", "stream"},
+    "rotate_into_pages": {"queries", "keys", "values", "cosines", "sines", "out"}, "gate_rows": {"gate", "up", "out"},
+    "adjust_scores": {"logits", "scores"}, "choose_tokens": {"scores"}, "int8_product": {"inputs", "out"},
+    "int4_product": {"inputs", "out"},
+}  # fmt: skip
+# Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16;
+# of products by tiles of rows.
+_RESIDENT = {"attend_split": 3, "attend_whole": 3, "choose_tokens": 3}
+_RESIDENT_PRODUCTS = {"int8_product": {1: 4, 2: 3, 4: 3}, "int4_product": {1: 5, 2: 4, 4: 2}}
+# Instructions of a warp in the loop over one block of inputs, counted in that code.
+_LOOP = {"int8_product": {1: 175, 2: 245, 4: 547}, "int4_product": {1: 291, 2: 404, 4: 619}}
+_PLACES = 4  # bytes of the numbers in tables and tiles
+
+
+@dataclass
+class KernelCost:
+    """Cost of one launch.
+
+    Args:
+        read: bytes that are read from memory, by argument; each byte once.
+        written: bytes that are written, by argument.
+        cached: bytes that are read again.
+        flops: operations of matrix units, those of padding included.
+        instructions: instructions of warps, if they were counted.
+        programs: programs that have something to do.
+        waiting: bytes that one program has asked for and not received, at most.
+        resident: programs that a multiprocessor holds at once.
+        recent: arguments that the launches before wrote: activations, which the L2 cache still has if they are small.
+    """
+
+    read: dict[str, float] = field(default_factory=dict[str, float])
+    written: dict[str, float] = field(default_factory=dict[str, float])
+    cached: float = 0.0
+    flops: float = 0.0
+    instructions: float = 0.0
+    programs: int = 1
+    waiting: float = 0.0
+    resident: int = 1
+    recent: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of memory traffic, without what the L2 cache has."""
+        everything = sum(self.read.values()) + sum(self.written.values())
+        return everything - self._in_cache
+
+    @property
+    def cached_bytes(self) -> float:
+        """Bytes that come from the L2 cache: those that are read again, and small activations."""
+        return self.cached + self._in_cache
+
+    @property
+    def _in_cache(self) -> float:
+        """Bytes of activations that are read or written, if they are few."""
+        nbytes = sum(self.read.get(name, 0.0) + self.written.get(name, 0.0) for name in self.recent)
+        return nbytes if nbytes <= KEPT else 0.0
+
+
+class _LaunchCall:
+    """Arguments of a launch by name."""
+
+    def __init__(self, variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        names = [name for name, kind in variant.signature.items() if kind != "constexpr"]
+        if len(names) != len(arguments):
+            raise ArgumentError(f"kernel {variant.name} takes {len(names)} arguments, not {len(arguments)}")
+        self.variant, self.grid, self.constants = variant, grid, variant.constants
+        self.values = dict(zip(names, arguments, strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def size(self, name: str) -> int:
+        """Return the bytes of an element of a tensor."""
+        return self.values[name].element_size()
+
+
+def _tiles(call: _LaunchCall) -> list[tuple[int, int, int]]:
+    """Return new rows, first key and end of the keys of each tile."""
+    tiles, window, chunk = [], call["window"], call["chunk"]
+    for sequence, _, count, position in call["tiles"].tolist():
+        if sequence < 0:
+            continue
+        low = max(position - window + 1, 0) if window else 0
+        low = max(low, position // chunk * chunk) if chunk else low
+        tiles.append((count, low, position + count))
+    return tiles
+
+
+def _ranges(call: _LaunchCall) -> list[tuple[int, int]]:
+    """Return the keys that each sequence's tiles read: the first and the end. Tiles of a sequence share them."""
+    ranges: dict[int, tuple[int, int]] = {}
+    sequences = [sequence for sequence, *_ in call["tiles"].tolist() if sequence >= 0]
+    for sequence, (_, low, high) in zip(sequences, _tiles(call), strict=True):
+        first, end = ranges.get(sequence, (low, high))
+        ranges[sequence] = min(first, low), max(end, high)
+    return list(ranges.values())
+
+
+def _attention(call: _LaunchCall) -> KernelCost:
+    sizes, item = call.constants, call.size("keys")
+    blocks = -(-call["group"] // call["tile_heads"])
+    cached_heads = call.grid[1] // blocks
+    heads = cached_heads * call["group"]
+    width = sizes["HEAD"] + sizes["VALUE"]
+    tiles = _tiles(call)
+    keys, ranges = sum(high - low for _, low, high in tiles), _ranges(call)
+    once = sum(end - first for first, end in ranges)
+    splits = [-(-high // SPLIT) - low // SPLIT for _, low, high in tiles]
+    rows = sum(count for count, _, _ in tiles)
+    split = call.variant.kernel == "attend_split"
+    asked = sum(count * parts for (count, _, _), parts in zip(tiles, splits, strict=True)) if split else rows
+    query = heads * sizes["HEAD"] * call.size("queries")
+    read = {
+        "queries": rows * query,
+        "keys": once * cached_heads * sizes["HEAD"] * item,
+        "values": once * cached_heads * sizes["VALUE"] * item,
+        "table": sum(-(-end // sizes["PAGE"]) - first // sizes["PAGE"] for first, end in ranges) * _PLACES,
+        "tiles": len(tiles) * 4 * _PLACES,
+    }
+    if split:
+        written = {"partial": asked * heads * sizes["VALUE"] * 4, "stats": asked * heads * 2 * 4}
+    else:
+        written = {"out": rows * heads * sizes["VALUE"] * call.size("out")}
+    again = (blocks * keys - once) * cached_heads * width * item + (asked - rows) * query
+    programs = (sum(splits) if split else len(tiles)) * call.grid[1]
+    flops = 2.0 * keys * call.grid[1] * sizes["BLOCK_ROWS"] * width
+    return KernelCost(read, written, again, flops, 0.0, programs, sizes["BLOCK_KEYS"] * width * item)
+
+
+def _join(call: _LaunchCall) -> KernelCost:
+    value, tiles = call.constants["VALUE"], _tiles(call)
+    parts = [(count, -(-high // SPLIT) - low // SPLIT) for count, low, high in tiles]
+    heads, rows = call["all_heads"], sum(count for count, _ in parts)
+    read = {
+        "partial": sum(count * splits for count, splits in parts) * heads * value * 4,
+        "stats": sum(count * splits for count, splits in parts) * heads * 2 * 4,
+        "tiles": len(tiles) * 4 * _PLACES,
+    }
+    written = {"out": rows * heads * value * call.size("out")}
+    most = max((count for count, _ in parts), default=1) * call["tile_heads"]
+    return KernelCost(read, written, programs=len(tiles) * call.grid[1], waiting=1.0 * most * (value + 2) * 4)
+
+
+def _norm(call: _LaunchCall) -> KernelCost:
+    rows, width = call.grid[0], call["width"]
+    row = width * call.size("rows")
+    read = {"rows": rows * row, "weight": row}
+    written = {"out": rows * row}
+    if call["has_residual"]:
+        read["residual"], written["stream"] = rows * row, rows * row
+    if call["has_bias"]:
+        read["bias"] = row
+    again = (rows - 1) * row * (1 + bool(call["has_bias"]))
+    return KernelCost(read, written, again, programs=rows, waiting=row * (2 + bool(call["has_residual"])))
+
+
+def _rotation(call: _LaunchCall) -> KernelCost:
+    rows, sizes, item = call.grid[0], call.constants, call.size("queries")
+    heads, cached = call["heads"], call.grid[1] - call["heads"]
+    head, value, rotary = sizes["HEAD"] * item, sizes["VALUE"] * item, call["rotary"] * item
+    read = {
+        "queries": rows * heads * head, "keys": rows * cached * head, "values": rows * cached * value,
+        "cosines": rows * rotary, "sines": rows * rotary, "slots": rows * 8.0,
+    }  # fmt: skip
+    written = {
+        "out": rows * heads * head,
+        "key_pool": rows * cached * sizes["HEAD"] * call.size("key_pool"),
+        "value_pool": rows * cached * sizes["VALUE"] * call.size("value_pool"),
+    }
+    again = rows * (heads + cached) * (rotary + 2 * rotary + 8.0) - rows * (2 * rotary + 8.0)
+    return KernelCost(read, written, again, programs=rows * call.grid[1], waiting=head + 2 * rotary)
+
+
+def _gate(call: _LaunchCall) -> KernelCost:
+    row = call["width"] * call.size("gate")
+    rows, block = call.grid[0], call.constants["BLOCK"] * call.size("gate")
+    read, written = {"gate": rows * row, "up": rows * row}, {"out": rows * row}
+    return KernelCost(read, written, programs=rows * call.grid[1], waiting=2.0 * block)
+
+
+def _numbers(call: _LaunchCall) -> KernelCost:
+    rows = call["rows"]
+    return KernelCost({"seeds": rows * 8, "counters": rows * 4}, {"numbers": rows * 8}, programs=call.grid[0],
+                      waiting=call.constants["BLOCK"] * 12.0)  # fmt: skip
+
+
+def _scores(call: _LaunchCall) -> KernelCost:
+    rows, vocabulary = call.grid[0], call["vocabulary"]
+    item, block = call.size("logits"), call.constants["BLOCK"]
+    read = {"logits": rows * vocabulary * item}
+    if call["has_table"]:
+        read["table"], read["options"] = rows * vocabulary * 4, rows * 12
+    return KernelCost(read, {"scores": rows * vocabulary * 4}, programs=rows * call.grid[1], waiting=block * item * 1.0)
+
+
+def _choice(call: _LaunchCall, scans: int = 1) -> KernelCost:
+    """`scans`: times that a row of scores is read; 1 if the most likely token is taken."""
+    rows, vocabulary = call.grid[0], call["vocabulary"]
+    read = {"scores": rows * vocabulary * 4, "options": rows * 16}
+    if scans > 1:
+        read["numbers"] = rows * 8
+    again = (scans - 1) * rows * vocabulary * 4
+    return KernelCost(read, {"tokens": rows * 4}, again, programs=rows, waiting=call.constants["BLOCK"] * 4.0)
+
+
+def _product(call: _LaunchCall) -> KernelCost:
+    bits = 8 if call.variant.kernel == "int8_product" else 4
+    rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
+    sizes, item = call.constants, call.size("inputs")
+    matrix = outputs * width * bits // 8
+    scales = outputs * 4 if bits == 8 else outputs * width // 32 * 4
+    read = {"inputs": rows * width * item, "integers": matrix, "scales": scales}
+    if bits == 4:
+        read["offsets"] = scales
+    if call["has_bias"]:
+        read["bias"] = outputs * item
+    parts = matrix + scales * (1 if bits == 8 else 2)
+    again = (call.grid[0] - 1) * parts + (call.grid[1] - 1) * rows * width * item
+    loops, tiles = -(-width // sizes["BLOCK_IN"]), sizes["TILES"]
+    programs = call.grid[0] * call.grid[1]
+    block = sizes["BLOCK_OUT"] * sizes["BLOCK_IN"] * parts / (outputs * width)
+    return KernelCost(
+        read, {"out": rows * outputs * item}, again,
+        2.0 * call.grid[0] * sizes["BLOCK_ROWS"] * tiles * call.grid[1] * sizes["BLOCK_OUT"] * width,
+        programs * loops * float(_LOOP[call.variant.kernel][tiles]) * call.variant.warps if item < 4 else 0.0,
+        programs, (call.variant.stages - 1) * block,
+    )  # fmt: skip
+
+
+_COSTS: Mapping[str, Callable[..., KernelCost]] = {
+    "attend_split": _attention, "attend_whole": _attention, "join_splits": _join, "norm_rows": _norm,
+    "rotate_into_pages": _rotation, "gate_rows": _gate, "draw_numbers": _numbers, "adjust_scores": _scores,
+    "choose_tokens": _choice, "int8_product": _product, "int4_product": _product,
+}  # fmt: skip
+
+
+def launch_cost(
+    variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any], scans: int = 1
+) -> KernelCost:
+    """Return the cost of a launch; arguments as in `attention.Kernels.launch`.
+
+    Args:
+        variant: the variant.
+        grid: number of programs by axis.
+        arguments: tensors of any device and numbers, without compile-time arguments; `tiles` with values.
+        scans: how often `choose_tokens` reads a row of scores; its options say so only on the device.
+
+    Raises:
+        ArgumentError: the number of arguments is another one, or the kernel has no formula.
+    """
+    formula = _COSTS.get(variant.kernel)
+    if formula is None:
+        raise ArgumentError(f"kernel {variant.kernel} has no formula; add one to deepspeed/ops/triton/costs.py")
+    call = _LaunchCall(variant, grid, arguments)
+    cost = formula(call, scans) if formula is _choice else formula(call)
+    cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
+    threads = THREADS // (variant.warps * WARP)
+    products = _RESIDENT_PRODUCTS.get(variant.kernel, {}).get(variant.constants.get("TILES", 0), 32)
+    cost.resident = min(threads, 32, products, _RESIDENT.get(variant.kernel, 32))
+    return cost
+
+
+def dtype_of(variant: KernelForm) -> str:
+    """Return the short name of the dtype of a variant's arithmetic, as recordings have it."""
+    dtype: torch.dtype = variant.dtype if isinstance(variant, Variant) else getattr(variant, "dtype", torch.float32)
+    return DTYPES[dtype]

@@ -1,0 +1,121 @@
+"""The formulas of `ops/triton/costs.py` beside the bytes that interpreted kernels touch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.needs import need_triton
+
+need_triton()
+
+from deepspeed.inference.quantization.packed_weight import PackedWeight  # noqa: E402
+from deepspeed.ops.triton import attention, rows, sampling  # noqa: E402
+from deepspeed.ops.triton.costs import launch_cost  # noqa: E402
+from tests.kernels.interpreter import InterpretedKernels, interpreted  # noqa: E402
+from tests.kernels.product_cases import FORMATS  # noqa: E402
+
+# What the formulas leave out: numbers of a few bytes, and tokens that are counted.
+LEFT_OUT = {"choose_tokens": {"table", "numbers"}, "adjust_scores": {"options"}}
+
+
+class CountedKernels:
+    """Interpreted kernels whose launches are compared with their formulas."""
+
+    def __init__(self, kernels: InterpretedKernels) -> None:
+        self.kernels, self.compared = kernels, 0
+
+    def has(self, variant: Any) -> bool:
+        return True
+
+    def prepare(self, variants: Any) -> None:
+        pass
+
+    def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        self.kernels.launch(variant, grid, arguments)
+        bounds, cost = self.kernels.last, launch_cost(variant, grid, arguments)
+        assert bounds is not None
+        names = [name for name, kind in variant.signature.items() if kind != "constexpr"]
+        left_out = LEFT_OUT.get(variant.kernel, set())
+        # An argument that is not there is passed as another one's tensor.
+        tensors = {n: v for n, v in zip(names, arguments, strict=True) if isinstance(v, torch.Tensor)}
+        skipped = {tensors[name].data_ptr() for name in left_out}
+        for what, formula in (("reads", cost.read), ("writes", cost.written)):
+            counted = {
+                address: len(np.unique(np.concatenate(places)))
+                for (done, address), places in bounds.places.items()
+                if done == what and address not in skipped
+            }
+            wanted: dict[int, float] = {}
+            for name, nbytes in formula.items():
+                address = tensors[name].data_ptr()
+                if address not in skipped and nbytes:
+                    wanted[address] = wanted.get(address, 0) + nbytes
+            assert counted == wanted, (variant.kernel, what)
+        self.compared += 1
+
+
+def spread(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention(split: bool, window: int) -> None:
+    kernels = CountedKernels(interpreted("paged_attention"))
+    counts, lengths, page = [1, 1, 3], [30, 530, 70], 16
+    table = torch.full((3, 40), -1, dtype=torch.int32)
+    first = 0
+    for row, length in zip(table, lengths, strict=True):
+        pages = -(-length // page)
+        row[:pages] = torch.arange(first, first + pages)
+        first += pages
+    pools = spread((first + 1) * page, 2, 32), spread((first + 1) * page, 2, 32) + 1
+    query = spread(5, 8, 32)
+    paged = attention.PagedRows(counts, lengths, table)
+    rule = attention.AttentionRule(0.2, window)
+    attention.attend_pages(kernels, query, pools, paged, page, rule, split=split)
+    assert kernels.compared == (2 if split else 1)
+
+
+def test_rows() -> None:
+    kernels = CountedKernels(interpreted("row_kernels"))
+    x, y = spread(3, 128), spread(3, 128) + 1
+    rows.norm(kernels, x, spread(128), eps=1e-5)
+    rows.norm(kernels, x, spread(128), spread(128) + 1, y, eps=1e-5, centred=True)
+    rows.gated(kernels, x, y, "silu")
+    heads = spread(3, 4, 32), spread(3, 2, 32) + 1, spread(3, 2, 32) + 2
+    pools = spread(64, 2, 32), spread(64, 2, 32) + 1
+    slots = torch.tensor([17, 5, 40])
+    rows.rotate_into_pages(kernels, heads, (spread(3, 16), spread(3, 16) + 1), pools, slots)
+    assert kernels.compared == 4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products(bits: int) -> None:
+    kernels = CountedKernels(interpreted("packed_products"))
+    packed = PackedWeight(spread(70, 128), FORMATS[bits], torch.float32)
+    offsets = packed.offset.detach() if bits == 4 else None
+    parts = packed.integers.detach(), packed.scale.detach(), offsets
+    rows.packed_product(kernels, spread(17, 128), *parts, spread(70))
+    assert kernels.compared == 1
+
+
+def test_sampling() -> None:
+    kernels = CountedKernels(interpreted("sampling_kernels"))
+    options = torch.zeros(2, 8)
+    options[:, 2] = options[:, 4] = 1
+    sampling.sample(kernels, spread(2, 700), options, torch.zeros(2, dtype=torch.float64))
+    assert kernels.compared == 2
+
+
+def test_a_kernel_without_formula_is_named() -> None:
+    from deepspeed.errors import ArgumentError
+    from deepspeed.ops.triton.row_variants import KernelVariant
+
+    with pytest.raises(ArgumentError, match="other_kernel"):
+        launch_cost(KernelVariant("other_kernel", torch.float32, ()), (1, 1, 1), ())
