@@ -40,15 +40,11 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
         return None
     samplings, seeds, counts, seen = [], [], [], []
     for rows in slices:
-        on_device = chooses(rows)
         sampler = getattr(rows.sequence, "sampler", None)
-        group = getattr(rows.sequence, "group", None)
-        for each in [rows.sequence, *([] if group is None else group.members)]:
-            if sampler is not None:
-                each.sampler.counted = True  # draws of the host, too, use numbers that the device can draw
+        _use_counted_numbers(rows.sequence)
         for place in range(rows.wanted):
             ahead = place - rows.scored
-            if not on_device or ahead < 0:
+            if sampler is None or ahead < 0 or not chooses(rows):
                 samplings.append(GREEDY)
                 seeds.append(0)
                 counts.append(0)
@@ -62,6 +58,14 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
     return RowSampling(
         options_of(samplings), torch.tensor(seeds, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32), table
     )
+
+
+def _use_counted_numbers(sequence: Any) -> None:
+    """Let the host draw the numbers that a device draws, for a sequence and those that begin on its pages."""
+    group = getattr(sequence, "group", None)
+    for each in [sequence, *([] if group is None else group.members)]:
+        if (sampler := getattr(each, "sampler", None)) is not None:
+            sampler.counted = True
 
 
 def run_pass(

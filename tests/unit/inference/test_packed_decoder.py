@@ -127,7 +127,7 @@ def test_tokens_chosen_on_the_device_are_those_of_the_host(kernels: Any) -> None
 
 def test_answers_of_one_prompt_draw_the_same_alone_and_together(kernels: Any) -> None:
     """Those that begin on the pages of another draw their first token on the host."""
-    sampling, text = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=3), prompts((20,))[0]
+    sampling, text = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=30.0, seed=3), prompts((20,))[0]
     tokens: list[dict[Any, list[int]]] = []
     for group in ("answers", None):
         generator = Generator(small(), page_size=4, cache_bytes=1 << 18)
@@ -139,6 +139,17 @@ def test_answers_of_one_prompt_draw_the_same_alone_and_together(kernels: Any) ->
             for output in generator.step():
                 tokens[-1][output.ident] += output.tokens
     assert tokens[0] == tokens[1] and len({tuple(each) for each in tokens[0].values()}) == 3
+
+
+def test_beams(kernels: Any) -> None:
+    model, text = small(), prompts((9,))[0]
+    ids = torch.tensor([text])
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, num_beams=3, do_sample=False, eos_token_id=10**9,
+        pad_token_id=0,
+    )[0, len(text) :].tolist()  # fmt: skip
+    generator = Generator(model, page_size=4, cache_bytes=1 << 18)
+    assert generator.generate([text], SamplingParams(max_new_tokens=4, ignore_eos=True, beams=3)) == [wanted]
 
 
 # -- what goes through the modules -------------------------------------------------------------------------------------
