@@ -1,4 +1,4 @@
-"""Next tokens chosen on the device: options, random numbers and penalties of the rows of a pass, and its tokens."""
+"""The tokens of a pass: chosen on the device by options, random numbers and penalties of its rows, or on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from deepspeed.inference.beam_search import BeamGroup
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch, RowSampling
 from deepspeed.inference.executors.select import device_of
+from deepspeed.inference.sampler import draw_together
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.ops.triton.sampling import options_of
 
@@ -39,12 +40,11 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
         return None
     samplings, seeds, counts, seen = [], [], [], []
     for rows in slices:
-        on_device = chooses(rows)
-        if (sampler := getattr(rows.sequence, "sampler", None)) is not None:
-            sampler.counted = True  # draws of the host, too, use numbers that the device can draw
+        sampler = getattr(rows.sequence, "sampler", None)
+        _use_counted_numbers(rows.sequence)
         for place in range(rows.wanted):
             ahead = place - rows.scored
-            if not on_device or ahead < 0:
+            if sampler is None or ahead < 0 or not chooses(rows):
                 samplings.append(GREEDY)
                 seeds.append(0)
                 counts.append(0)
@@ -60,10 +60,20 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
     )
 
 
+def _use_counted_numbers(sequence: Any) -> None:
+    """Let the host draw the numbers that a device draws, for a sequence and those that begin on its pages."""
+    group = getattr(sequence, "group", None)
+    for each in [sequence, *([] if group is None else group.members)]:
+        if (sampler := getattr(each, "sampler", None)) is not None:
+            sampler.counted = True
+
+
 def run_pass(
     executor: Any, slices: Sequence[BatchSlice], page_size: int, vocabulary: int = 0
 ) -> tuple[RaggedBatch, torch.Tensor, list[int]]:
     """Run a pass; return its batch, its logits and a token for each of their rows, as `chosen_tokens`.
+
+    Tokens that are drawn from logits alone are then known to their samplers.
 
     Args:
         executor: executor of the pass.
@@ -74,7 +84,9 @@ def run_pass(
     batch = RaggedBatch(slices, page_size, device_of(executor.model), getattr(executor, "even", False))
     batch.sampling = row_sampling(executor, slices, vocabulary)
     logits = executor.run(batch)
-    return batch, logits, chosen_tokens(batch, logits)
+    chosen = chosen_tokens(batch, logits)
+    draw_plainly(slices, logits, chosen)
+    return batch, logits, chosen
 
 
 def chosen_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
@@ -93,3 +105,24 @@ def chosen_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
             own = tokens[end - rows.wanted + rows.scored : end]
             rows.sequence.sampler.drawn = [(token, None) for token in own]
     return tokens
+
+
+def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor, largest: Sequence[int]) -> None:
+    """Draw the next tokens of all requests of a pass that need nothing but the logits of their last row.
+
+    Args:
+        slices: rows of each request in the pass.
+        logits: logits of the pass, [requested rows, vocabulary].
+        largest: argmax of each row; negative if the row is not finite.
+    """
+    rows, end = [], 0
+    for part in slices:
+        end += part.wanted
+        if part.wanted - part.scored != 1 or part.hidden or isinstance(part.sequence.group, BeamGroup):
+            continue
+        if (sampler := getattr(part.sequence, "sampler", None)) is None:  # of a draft model
+            continue
+        if part.sequence.sampling.max_new_tokens and sampler.draws_plainly and not (sampler.plain or sampler.drawn):
+            rows.append((sampler, end - 1))
+    if len(rows) > 1:
+        draw_together(rows, logits, largest)

@@ -37,7 +37,7 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.live_sequence import LiveSequence, draw_plainly
+from deepspeed.inference.live_sequence import LiveSequence
 from deepspeed.inference.prompt_rows import check_rows, check_tokens, pool_alone, score_alone
 from deepspeed.inference.request import EngineStats, Output, Request, end_tokens, length_limit, packed_limit
 from deepspeed.inference.sampling_params import SamplingParams
@@ -517,7 +517,6 @@ class Generator:
         if not slices:
             return []
         batch, logits, chosen = run_pass(self._executor, slices, self.pages.size, self.vocabulary or 0)
-        draw_plainly(slices, logits, chosen)
         outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)

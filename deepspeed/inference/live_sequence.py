@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -11,10 +10,9 @@ from deepspeed.inference.beam_search import BeamGroup
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.draft_model import Proposer
 from deepspeed.inference.executors.hf_generate import Thread
-from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.prompt_rows import PooledStates, PromptScore, own_rows
 from deepspeed.inference.request import Logprob, Output, Request
-from deepspeed.inference.sampler import Sampler, draw_together
+from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.scheduler import TokenSequence
 from deepspeed.inference.structured_output import Matcher
 
@@ -140,23 +138,3 @@ class LiveSequence(TokenSequence):
         best = self.beams.search.results()[0]  # type: ignore[union-attr]
         self.new, self.logprobs = list(best.tokens), list(best.logprobs or ())
         self.reason, self.matched = best.finish_reason, best.matched
-
-
-def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor, largest: Sequence[int]) -> None:
-    """Draw the next tokens of all requests of a pass that need nothing but the logits of their last row.
-
-    Args:
-        slices: rows of each request in the pass.
-        logits: logits of the pass, [requested rows, vocabulary].
-        largest: argmax of each row; negative if the row is not finite.
-    """
-    rows, end = [], 0
-    for part in slices:
-        end += part.wanted
-        if part.wanted - part.scored != 1 or part.hidden or isinstance(part.sequence.group, BeamGroup):
-            continue
-        sampler = part.sequence.sampler
-        if part.sequence.sampling.max_new_tokens and sampler.draws_plainly and not (sampler.plain or sampler.drawn):
-            rows.append((sampler, end - 1))
-    if len(rows) > 1:
-        draw_together(rows, logits, largest)

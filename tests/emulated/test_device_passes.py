@@ -8,8 +8,8 @@ import pytest
 
 from tests.emulated.needs import LIMIT, need_compiler
 from tests.unit.inference.device_passes import (
-    ALL,
     INVARIANT,
+    ON_DEVICE,
     check_family,
     check_invariance,
     families_on_the_device,
@@ -19,7 +19,7 @@ need_compiler()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ON_DEVICE)
 def test_families_say_what_the_cpu_says(emulated: Any, family: str) -> None:
     check_family(emulated(1).run(families_on_the_device, family, "torch", timeout=LIMIT)[0], family)
 

@@ -134,6 +134,8 @@ def check_draws(model: Any) -> None:
 # -- on the emulated device --------------------------------------------------------------------------------------------
 
 ALL = {**FAMILIES, **OTHERS, **THROUGH_MODULES}
+# The emulated device lacks operators of the others' own modules: histograms of integers, complex numbers.
+ON_DEVICE = [family for family in ALL if family not in ("GptOss", "Llama4Text", "Mixtral")]
 WAYS = ("packed", "kernels", "flash", "gathered")  # flash: a stand-in, since torch's has no CPU form
 FEW = 5  # new tokens
 
@@ -181,8 +183,7 @@ def check_family(said: dict[str, Any], family: str) -> None:
     assert (said["packed"][1] == "PackedDecoder") == (family not in THROUGH_MODULES)
     assert said["kernels"][1:] == ("PagedExecutor", ["kernels"])
     assert said["packed"][2] == ["kernels"] and said["gathered"][2] == []
-    unsupported = {"Gemma2", "GptOss", "Llama4Text"}  # soft caps, sinks, chunks
-    assert said["flash"][2] == ["flash"] or family in unsupported
+    assert said["flash"][2] == ["flash"] or family == "Gemma2"  # soft caps
 
 
 INVARIANT = ("8 at once", "chunks", "guesses", "preempted", "32 at once", "prefix", "other pages")
