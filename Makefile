@@ -16,6 +16,7 @@ TEST_ARGS ?=
 GALLERY_ARGS ?=
 LOOK_ARGS ?=
 KERNELS_ARGS ?=
+GPU_ARGS ?=
 # the release that torch 2.13 requires
 TRITON := 3.7.1
 TORCH_NEWEST ?=
@@ -83,9 +84,9 @@ check: $(READY)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/architecture
 
-# ten minutes on a machine with a GPU; exits 2 where there is none
-gpu: $(READY)
-	$(BIN)/python -m benchmarks.gpu
+# on a machine with a GPU (docs/gpu.md); nothing is installed: .venv where it is ready, else a Python that has torch
+gpu:
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)

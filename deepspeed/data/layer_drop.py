@@ -25,7 +25,7 @@ from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.hf_forward import caches_in, uncached
 from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.foundation.replaced_forward import TrainingOnlyForward, replacements, withdraw
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward, replacements, withdraw_all
 from deepspeed.foundation.transformers_model import block_lists
 
 THETA, GAMMA, SEED = 0.5, 0.001, 1234
@@ -125,10 +125,7 @@ class LayerDrop:
 
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
-        for block, forward in self._forwards:
-            forward.active = False
-            withdraw(block, forward)
-        self._forwards.clear()
+        withdraw_all(self._forwards)
 
 
 class DroppedForward(TrainingOnlyForward):

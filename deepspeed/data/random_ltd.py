@@ -24,7 +24,7 @@ from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableEr
 from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.hf_forward import caches_in
 from deepspeed.foundation.log import log_rank0
-from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward, withdraw_all
 
 _BLOCK = "data_efficiency.data_routing.random_ltd"
 _INFIX = ".random_ltd_layer"  # of parameter names in upstream's models
@@ -211,10 +211,7 @@ class RandomLTD:
 
     def remove(self) -> None:
         """Give the layers their own `forward` again."""
-        for block, forward in self._forwards:
-            forward.active = False
-            withdraw(block, forward)
-        self._forwards.clear()
+        withdraw_all(self._forwards)
 
 
 class PartialForward(TrainingOnlyForward):

@@ -82,6 +82,14 @@ def withdraw(module: torch.nn.Module, replacement: Any) -> None:
         holder, name = present, "inner"
 
 
+def withdraw_all(replaced: list[tuple[torch.nn.Module, TrainingOnlyForward]]) -> None:
+    """Withdraw and deactivate each of the (module, replacement), and empty the list."""
+    for module, replacement in replaced:
+        replacement.active = False
+        withdraw(module, replacement)
+    replaced.clear()
+
+
 def _put_back(holder: Any, name: str, inner: Callable[..., Any]) -> None:
     own: Any = getattr(inner, "__func__", None)
     if own is not None and own is getattr(cast("type[object]", type(holder)), name, None):

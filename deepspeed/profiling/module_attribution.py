@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.foundation.saved_tensors import in_backward
+
 _core: Any = torch._C
 FORWARD, BACKWARD, AGAIN = 0, 1, 2
 OUTSIDE = "(outside)"  # what no module of the model did
@@ -61,7 +63,7 @@ class Attribution:
 
         The name is `OUTSIDE` outside of all modules, and None inside of ignored ones.
         """
-        backward = self._in_backward()
+        backward = in_backward()
         if self._running:
             whose = None if self._ignored else self._running[-1][0]
         else:
@@ -69,12 +71,8 @@ class Attribution:
         phase = FORWARD if not backward else AGAIN if self._running or torch.is_grad_enabled() else BACKWARD
         return whose, phase
 
-    @staticmethod
-    def _in_backward() -> bool:
-        return _core._current_graph_task_id() != -1
-
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        above = self._running[-1][0] if self._running else self._of_node() if self._in_backward() else None
+        above = self._running[-1][0] if self._running else self._of_node() if in_backward() else None
         self._running.append((self._name(module, above), module, time.perf_counter()))
         self._ignored += isinstance(module, self._ignore)
         self._mark()
@@ -83,7 +81,7 @@ class Attribution:
         while self._running:
             name, left, began = self._running.pop()
             self._ignored -= isinstance(left, self._ignore)
-            if not self._in_backward() and name not in (above for above, _, _ in self._running):
+            if not in_backward() and name not in (above for above, _, _ in self._running):
                 self.seconds[name] += time.perf_counter() - began
             if left is module:  # an exception left the others
                 break

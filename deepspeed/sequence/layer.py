@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.comm.collectives.autograd import all_to_all, exchanged
 from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.errors import MeshError, SequenceParallelError
-from deepspeed.foundation.saved_tensors import now, saved_since
+from deepspeed.foundation.saved_tensors import in_backward, now, saved_since
 from deepspeed.zero.parameters.functorch import in_transform
 
 
@@ -91,7 +91,7 @@ def is_kept(tensor: torch.Tensor) -> bool:
     """Return whether autograd saves tensors for `tensor`'s backward; False in backward, torch.compile, torch.func."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
-    return torch._C._current_graph_task_id() == -1
+    return not in_backward()
 
 
 def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchanged]) -> None:

@@ -38,9 +38,11 @@ class MovedKernels:
         def moved(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            key = value.untyped_storage().data_ptr(), value.dtype
+            storage = value.untyped_storage()
+            key = storage.data_ptr(), value.dtype
             if key not in storages:
-                whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())  # type: ignore[call-overload]
+                # By `data`, copying back does not count as a change of a weight.
+                whole = value.data.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
                 storages[key] = whole, whole.to(self.device, copy=True)
             return storages[key][1].as_strided(value.shape, value.stride(), value.storage_offset())
 

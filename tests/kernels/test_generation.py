@@ -19,6 +19,7 @@ need_triton()
 from deepspeed.inference import Generator, SamplingParams  # noqa: E402
 from deepspeed.inference.executors import attention_ways, select  # noqa: E402
 from tests.kernels.interpreter import interpreted  # noqa: E402
+from tests.kernels.moved import MovedKernels  # noqa: E402
 from tests.unit.inference.toys import alone, llama, masked, prompts, scale  # noqa: E402
 
 NEW = 12
@@ -85,10 +86,11 @@ def emulated_tokens() -> tuple[list[list[int]], int, list[str]]:
     from tests.emulated.runs import observed
 
     launched = interpreted("paged_attention")
-    ways: Any = [attention_ways.KernelWay(launched)]
+    # The interpreter reads host memory, and checks that addresses lie in the tensors that it was given.
+    ways: Any = [attention_ways.KernelWay(MovedKernels(launched, torch.device("cpu")))]
     with mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")), observed() as seen:
         generator = Generator(llama().to("cuda"), page_size=16, cache_bytes=1 << 18)
-        assert len(generator._executor.ways) == 2
+        assert len(generator._executor.ways) == generator.model.config.num_hidden_layers
         tokens = generator.generate(prompts((3, 20)), GREEDY)
         generator.close()
     return tokens, len(launched.launches), seen.reports

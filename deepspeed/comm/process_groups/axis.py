@@ -301,11 +301,15 @@ class AxisRegistry:
             axes = [
                 make_axes(split, name, device) for split, name in ((within, "within host"), (across, "across hosts"))
             ]
-            votes: list[Any] = [None] * self.size
-            with CollectiveEvent.of_world("all_gather_object of the hosts that share memory"):
-                dist.all_gather_object(votes, axes[0].shared is not None or not axes[0].tagged)
-            if all(votes):
+            if self._all_of_world(axes[0].shared is not None or not axes[0].tagged):
                 self.host_axes[own] = HostAxes(*axes)
+
+    def _all_of_world(self, shares: bool) -> bool:
+        """Return whether all ranks pass True: that they share memory within their hosts."""
+        votes: list[Any] = [None] * self.size
+        with CollectiveEvent.of_world("all_gather_object of the hosts that share memory"):
+            dist.all_gather_object(votes, shares)
+        return all(votes)
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
         """Create the missing process groups of rows of ranks; all ranks of the world must call this with equal rows.

@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd import Variable
 
 from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.saved_tensors import in_backward
 from deepspeed.foundation.spans import BACKWARD, FORWARD, RECOMPUTE, now, recorder
 
 _MARK = "_ds_span"  # attribute of outputs: version of the tensor for which a hook was registered
-_core: Any = torch._C
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
@@ -74,7 +74,7 @@ class ModuleSpans:
         while running:
             left, began = running.pop()
             if left == name:  # an exception left the others
-                recorder.add(began, RECOMPUTE if _core._current_graph_task_id() != -1 else FORWARD, module=name)
+                recorder.add(began, RECOMPUTE if in_backward() else FORWARD, module=name)
                 break
         if recorder.on and self._hooks and is_grad_enabled():
             for tensor in _tensors(output):
