@@ -82,8 +82,8 @@ def withdraw(module: torch.nn.Module, replacement: Any) -> None:
         holder, name = present, "inner"
 
 
-def withdraw_all(replaced: list[tuple[torch.nn.Module, TrainingOnlyForward]]) -> None:
-    """Withdraw and deactivate each of the (module, replacement), and empty the list."""
+def withdraw_all(replaced: list[tuple[torch.nn.Module, Any]]) -> None:
+    """Withdraw and deactivate each (module, `TrainingOnlyForward`), and empty the list."""
     for module, replacement in replaced:
         replacement.active = False
         withdraw(module, replacement)

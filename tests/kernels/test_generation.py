@@ -86,8 +86,7 @@ def emulated_tokens() -> tuple[list[list[int]], int, list[str]]:
     from tests.emulated.runs import observed
 
     launched = interpreted("paged_attention")
-    # The interpreter reads host memory, and checks that addresses lie in the tensors that it was given.
-    ways: Any = [attention_ways.KernelWay(MovedKernels(launched, torch.device("cpu")))]
+    ways: Any = [attention_ways.KernelWay(launched)]
     with mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")), observed() as seen:
         generator = Generator(llama().to("cuda"), page_size=16, cache_bytes=1 << 18)
         assert len(generator._executor.ways) == generator.model.config.num_hidden_layers
