@@ -66,7 +66,7 @@ def _model(small: bool) -> LlamaForCausalLM:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.06 * (768 / max(768, shape["hidden_size"])) ** 0.5)
-        model.model.norm.weight.normal_(0, 1)  # unties what a tied embedding says from what it read
+        model.model.norm.weight.normal_(0, 1)  # tied: else the token that was read is the likeliest
     return model
 
 
@@ -259,7 +259,7 @@ def floor_bytes(model: Any, batch: int, context: int) -> int:
 
 
 def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
-    """Milliseconds of a further token of every sequence, and of the first one; the latter are medians beside."""
+    """Milliseconds of a decode step, compared by rounds, and of the first token ("first ms"), a median by side."""
     model, new = _model(setting.rehearse), setting.pick(32, 3)
     batch, context = setting.pick(batch, min(batch, 2)), setting.pick(context, 24)
     prompts = [tokens(model, context, seed) for seed in range(batch)]

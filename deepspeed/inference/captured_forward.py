@@ -1,7 +1,8 @@
 """A module's forward as CUDA graphs (`enable_cuda_graph` of `init_inference`): one for each kind of call.
 
-The first call of a kind runs as it is, and is captured then. Later calls copy their tensors into those of the first and
-replay it. A kind is the structure of the arguments, shapes and dtypes of tensors, and the values of everything else.
+The first call of a kind runs eagerly; then the forward is captured on copies of its tensors. Later calls copy their
+tensors into these copies and replay the graph. Calls are of one kind if their arguments have the same nesting, their
+tensors the same shapes, strides and dtypes, and all other arguments the same types and values.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def chooses(rows: BatchSlice) -> bool:
 def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -> RowSampling | None:
     """Return how the tokens of a pass are chosen on the device; None if its executor chooses none there.
 
-    Rows whose tokens are chosen on the host get the largest logit, which says whether their logits are finite.
+    Other rows (of requests whose tokens are chosen on the host, of prompts that are scored, of a draft model) have
+    greedy options: their entry is the token with the largest logit, or -1 if their logits are not finite.
 
     Args:
         executor: executor of the pass.

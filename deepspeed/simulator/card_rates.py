@@ -19,7 +19,8 @@ class CardRates:
     Args:
         multiprocessors: number of multiprocessors.
         stream: bytes per second that a kernel reaches which reads or copies long rows.
-        latency: seconds from a read to its data while many wait; few programs reach what they wait for over it.
+        latency: seconds from a load to its data while many loads are outstanding. Programs that are too few for
+            `stream` reach their bytes in flight (programs times `KernelWork.waiting`) over this.
         l2: bytes per second from the L2 cache.
         l2_latency: seconds from a read to its data in the L2 cache.
         issue: instructions of warps per second, on all multiprocessors.

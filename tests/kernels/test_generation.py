@@ -19,7 +19,6 @@ need_triton()
 from deepspeed.inference import Generator, SamplingParams  # noqa: E402
 from deepspeed.inference.executors import attention_ways, select  # noqa: E402
 from tests.kernels.interpreter import interpreted  # noqa: E402
-from tests.kernels.moved import MovedKernels  # noqa: E402
 from tests.unit.inference.toys import alone, llama, masked, prompts, scale  # noqa: E402
 
 NEW = 12

@@ -51,10 +51,11 @@ class PackedDecoder:
 
     Args:
         paged: executor whose `ways` are settled: every layer has one.
-        kernels: kernels of rows.
+        kernels: kernels of rows, packed products and sampling.
         block: rows of a product. Passes are padded to a multiple of it and multiplied block by block, so that a row's
             bits do not depend on the number of rows; 0: all rows of a pass in one product.
-        interleaved: whether rotations turn neighbouring places.
+        interleaved: whether rotary embeddings rotate pairs of adjacent elements (as GPT-J); False: an element with the
+            one half the rotary size after it (as GPT-NeoX and Llama).
 
     Attributes:
         samples: whether tokens can be chosen on the device.

@@ -51,7 +51,7 @@ class PassSizes:
         ends: rows up to the last sequence with few new rows.
         most: largest number of new rows of a sequence.
         length: longest context, or what it is padded to.
-        every: whether all rows are those with requested logits.
+        every: whether logits are requested for every row.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class PassSizes:
             page_size: tokens per page.
             tiling: rows of a tile.
             count: rows of each sequence: 1, or a draft's tokens and the one before them.
-            multiple: number of which the rows become a multiple.
+            multiple: the number of rows is padded to a multiple of it.
 
         Raises:
             ArgumentError: a size is below 1.
@@ -209,7 +209,7 @@ class PassInputs:
         """Write a batch, and padding behind it, by one copy from page-locked memory; the host does not wait for it.
 
         Args:
-            batch: the batch; its device and even groups do not matter.
+            batch: the batch; its `device` and `even` are not used.
             tiling: rows of a tile, as in `sizes`.
 
         Raises:

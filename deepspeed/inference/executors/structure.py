@@ -210,7 +210,8 @@ class Structure:
         blocks: decoder layers.
 
     Attributes:
-        uneven: modules with parts of matrices at uneven rows.
+        uneven: modules with a joined matrix in which a part does not begin at a multiple of 4 rows, the groups of the
+            12-bit form; such a matrix is not packed in 12 bits.
         tensors: weights among the snapshot's values, and their addresses; without those that are gathered before use.
         sharded: by part: parameters that are gathered before use.
         addresses: addresses of these parameters when the part was read.

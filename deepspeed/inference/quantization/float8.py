@@ -27,7 +27,8 @@ MULTIPLE = 16  # sizes that torch's scaled product takes
 def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows [n, width] in e4m3, rounded to the nearest, and their scales, fp32 [n, 1].
 
-    The largest value of a row becomes 448. A row of zeros has the smallest positive scale; NaN and infinity become NaN.
+    The largest magnitude of a row becomes 448. A row of zeros has the smallest normal fp32 number as its scale. A NaN
+    makes its whole row NaN; an infinity becomes NaN, with an infinite scale.
     """
     wide = rows.float()
     scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
@@ -97,7 +98,7 @@ def has_scaled_product(device: torch.device) -> bool:
 
 
 def float8_linears(model: nn.Module) -> int:
-    """Round the matrices of the linear layers, in place. Returns the number of layers.
+    """Replace the linear layers of a model by `Float8Linear`, in place. Returns the number of replaced layers.
 
     Embeddings, the head, experts and layers with a shared matrix stay as they are.
 

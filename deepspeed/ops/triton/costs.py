@@ -45,7 +45,7 @@ class KernelCost:
         flops: operations of matrix units, those of padding included.
         instructions: instructions of warps, if they were counted.
         programs: programs that have something to do.
-        waiting: bytes that one program has asked for and not received, at most.
+        waiting: most bytes that one program has in flight: loads that are issued and have not arrived.
         resident: programs that a multiprocessor holds at once.
         recent: arguments that the launches before wrote: activations, which the L2 cache still has if they are small.
     """
