@@ -26,7 +26,7 @@ def chooses(rows: BatchSlice) -> bool:
     return sampler.draws_on_device
 
 
-def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -> RowSampling | None:
+def row_sampling(executor: Any, slices: Sequence[BatchSlice]) -> RowSampling | None:
     """Return how the tokens of a pass are chosen on the device; None if its executor chooses none there.
 
     Other rows (of requests whose tokens are chosen on the host, of prompts that are scored, of a draft model) have
@@ -35,7 +35,6 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
     Args:
         executor: executor of the pass.
         slices: its rows.
-        vocabulary: number of tokens.
     """
     if not getattr(executor, "samples", False):
         return None
@@ -50,7 +49,7 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], vocabulary: int) -
                 seeds.append(0)
                 counts.append(0)
                 continue
-            entries = sampler.entries(rows.drafts[:ahead], vocabulary)
+            entries = sampler.entries(rows.drafts[:ahead], executor.vocabulary)
             seen += [(len(samplings), token, entry) for token, entry in entries.items()]
             samplings.append(sampler.sampling)
             seeds.append(sampler.seed)
@@ -70,7 +69,7 @@ def _use_counted_numbers(sequence: Any) -> None:
 
 
 def run_pass(
-    executor: Any, slices: Sequence[BatchSlice], page_size: int, vocabulary: int = 0
+    executor: Any, slices: Sequence[BatchSlice], page_size: int
 ) -> tuple[RaggedBatch, torch.Tensor, list[int]]:
     """Run a pass; return its batch, its logits and a token for each of their rows, as `chosen_tokens`.
 
@@ -80,10 +79,9 @@ def run_pass(
         executor: executor of the pass.
         slices: its rows.
         page_size: tokens per page.
-        vocabulary: number of tokens, for penalties.
     """
     batch = RaggedBatch(slices, page_size, device_of(executor.model), getattr(executor, "even", False))
-    batch.sampling = row_sampling(executor, slices, vocabulary)
+    batch.sampling = row_sampling(executor, slices)
     logits = executor.run(batch)
     chosen = chosen_tokens(batch, logits)
     draw_plainly(slices, logits, chosen)

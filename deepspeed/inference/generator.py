@@ -26,6 +26,7 @@ from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProp
 from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
+from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.executors.select import (
     exclusive_pass,
@@ -412,15 +413,16 @@ class Generator:
 
     def _follow_weights(self) -> int:
         """Return the version of the weights; drop what the cache holds of earlier ones."""
-        if hasattr(self._executor, "look") and not self._live:
-            self._executor.look()  # it may move weights in memory, which counts as a change
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+        if hasattr(self._executor, "look") and not self._live and dtype == self._dtype:
+            with exclusive_pass(self.model):  # replaced forwards that change training alone count by the mode
+                self._executor.look()  # it may move weights in memory, which counts as a change
         version, switches = self.weights.version, self.weights.switches
         if (version, switches) != self._weights_seen and not self._live:
             self._weights_seen = version, switches
             if (size := vocabulary_size(self.model, decoder=True)) != self.vocabulary:  # by resize_token_embeddings
                 self.vocabulary, self.constraints = size, ConstraintCompiler(self.tokenizer, size)
-            cast = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None) != self._dtype
-            if cast and self._executor is not None and self._draft is None:
+            if dtype != self._dtype and self._executor is not None and self._draft is None:
                 self._choose_executor()  # an engine has cast the model, whose cache gets its dtype
                 self._adapters = AdapterRegistry(self.model, functools.partial(why_not_adapted, self._executor))
             self.refresh()
@@ -516,7 +518,7 @@ class Generator:
         slices = by_adapter(self._scheduler.plan(self._guess if drafting else None))
         if not slices:
             return []
-        batch, logits, chosen = run_pass(self._executor, slices, self.pages.size, self.vocabulary or 0)
+        batch, logits, chosen = run_pass(self._executor, slices, self.pages.size)
         outputs, first, row = [], 0, 0
         for rows in slices:
             span = slice(first, first + rows.wanted)
@@ -576,7 +578,7 @@ class Generator:
         Args:
             rows: slice of the sequence in the last pass.
             logits: [rows with logits, vocabulary].
-            chosen: argmax of each row; negative if the row is not finite.
+            chosen: token of each row, as `device_sampling.chosen_tokens`; negative if the row is not finite.
         """
         sequence, drafts = rows.sequence, rows.drafts
         begins = sequence.sampler.count == 0
@@ -596,7 +598,7 @@ class Generator:
                 sequence.proposer.judge(len(drafts), len(accepted) - 1)
         outputs = sequence.outputs(accepted)
         if begins and accepted and sequence.group is not None:
-            outputs += self._begin_others(sequence, logits[:1], chosen[:1])
+            outputs += self._begin_others(sequence, logits[:1])
         if sequence.reason is not None:
             self._forget(sequence)
         return outputs
@@ -620,20 +622,21 @@ class Generator:
         sequence.sampler.drawn = []  # those after a wrong draft
         return accepted
 
-    def _begin_others(self, source: LiveSequence, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+    def _begin_others(self, source: LiveSequence, logits: torch.Tensor) -> list[Output]:
         """Begin the waiting sequences of a group on the pages of `source`, whose prompt is computed.
 
         Args:
             source: running sequence of the group.
             logits: logits after the prompt, [1, vocabulary].
-            chosen: their argmax.
         """
         outputs: list[Output] = []
+        most: list[int] = []  # not the token of `source`, whose options may be others
         for other in [each for each in source.group.members if each in self._scheduler.waiting]:  # type: ignore[union-attr]
             if not isinstance(other, LiveSequence) or other.sampler.count or other.own_rows:
                 continue  # it was preempted and needs another row, or it computes its rows itself
             if self._scheduler.fork(source, other, source.group.common):  # type: ignore[union-attr]
-                accepted = self._take(other, (), logits, chosen)
+                most = most or largest(logits)
+                accepted = self._take(other, (), logits, most)
                 other.tokens += accepted
                 outputs += other.outputs(accepted)
                 if other.reason is not None:

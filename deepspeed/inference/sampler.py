@@ -15,6 +15,8 @@ from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.structured_output import Matcher
 
+LARGEST_PENALTY = 1e30  # beyond it and its inverse, scores in fp32 on a device could become infinite
+
 
 class Sampler:
     """Sampler for one request, called once per token.
@@ -175,6 +177,7 @@ class Sampler:
             and options.logprobs is None
             and not options.logit_bias
             and self.count >= options.min_new_tokens
+            and 1 / LARGEST_PENALTY < options.repetition_penalty < LARGEST_PENALTY
         )
 
     def entries(self, ahead: Sequence[int], vocabulary: int) -> dict[int, int]:

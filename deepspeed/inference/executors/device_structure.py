@@ -265,6 +265,7 @@ class DeviceStructure(Structure):
         """Whether a parameter's memory is its own, and nothing else is known to hold its address."""
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes and self._users[id(tensor)] == 1
         plain = type(tensor) is nn.Parameter and not tensor.is_inference() and tensor.grad is None
+        plain = plain and (tensor.device.type != "cpu" or not tensor.is_shared())
         return alone and plain
 
     def _moved(self, parameters: Sequence[Any]) -> torch.Tensor:

@@ -266,6 +266,8 @@ class PackedDecoder:
             if layer.after_mlp is not None:
                 change, _ = layer.after_mlp(kernels, change)
         normed, _ = structure.norm(kernels, change, stream)
+        if not inputs.sizes.wanted:  # part of a prompt; kernels are not launched for no rows
+            return normed.new_empty(0, self.vocabulary)
         wanted = normed if inputs.sizes.every else normed.index_select(0, inputs.wanted)
         (logits,) = structure.head(kernels, wanted, self.block)
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap

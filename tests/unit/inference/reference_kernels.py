@@ -31,6 +31,7 @@ class ReferenceKernels:
 
     @torch.no_grad()
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        assert min(grid) > 0, f"CUDA takes no grid of {grid} for {variant.name}"
         self.launches.append((variant.name, grid))
         names = [name for name, kind in variant.signature.items() if kind != "constexpr"]
         KERNELS[variant.kernel](**dict(zip(names, arguments, strict=True)), **variant.constants)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed.errors import RequestError
+from deepspeed.foundation.replaced_forward import TrainingOnlyForward
 from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.inference.executors import device_structure, packed_decoder, select
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
@@ -309,3 +310,57 @@ def test_logits_do_not_depend_on_the_batch(way: str, dtype: torch.dtype) -> None
 def test_without_blocks_of_one_size_they_do() -> None:
     with pytest.raises(AssertionError, match="of 36, first"):
         check_invariance("8 at once", "torch", "cpu", rows=0)
+
+
+def answers(generator: Generator, requests: list[Request]) -> dict[Any, list[int]]:
+    """The tokens of each request."""
+    for request in requests:
+        generator.submit(request)
+    tokens: dict[Any, list[int]] = {request.ident: [] for request in requests}
+    while not generator.idle:
+        for output in generator.step():
+            tokens[output.ident] += output.tokens
+    return tokens
+
+
+def test_answers_of_one_group_with_other_options_are_those_of_each_alone(kernels: Any) -> None:
+    options = {"temperature": 3.0, "seed": 1}
+    few: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}
+    prompt, generator = prompts((9,))[0], Generator(small(), page_size=16, cache_bytes=1 << 18)
+    plain, drawn = SamplingParams(**few), [SamplingParams(**few, **options, index=index) for index in range(3)]
+    requests = [
+        *(Request(n, prompt, each, group="g") for n, each in enumerate(drawn)),
+        Request(9, prompt, plain, group="g"),
+    ]
+    together = answers(generator, requests)
+    for number, each in (*enumerate(drawn), (9, plain)):
+        assert together[number] == answers(generator, [Request("alone", prompt, each)])["alone"]
+
+
+def test_parts_of_prompts_launch_nothing_for_a_packed_head(kernels: Any) -> None:
+    model = small(tie_word_embeddings=False)
+    quantize_linears(model, 8, 1, torch.float32)
+    generator = Generator(model, page_size=16, cache_bytes=1 << 18, max_batch_tokens=16)
+    assert type(generator._executor) is PackedDecoder and len(generator.generate(prompts((40,)), GREEDY)[0]) == NEW
+
+
+def test_penalties_of_tokens_that_the_head_lacks_count_for_nothing(kernels: Any) -> None:
+    model = small(tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 100, bias=False)
+    generator = Generator(model, page_size=16, cache_bytes=1 << 18)
+    assert type(generator._executor) is PackedDecoder
+    penalized = dataclasses.replace(GREEDY, repetition_penalty=1.3)
+    assert generator.generate([[120, 3, 4]], penalized) == generator.generate(
+        [[120, 3, 4]], dataclasses.replace(penalized, logit_bias={3: 0.0})
+    )
+
+
+def test_weights_that_move_in_training_mode_leave_the_executor(kernels: Any) -> None:
+    model = small()
+    generator = Generator(model, page_size=16, cache_bytes=1 << 18)
+    wanted = generator.generate(prompts((5,)), GREEDY)
+    layer = model.model.layers[0]
+    layer.forward = TrainingOnlyForward(layer)
+    model.train()
+    layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.clone()
+    assert generator.generate(prompts((5,)), GREEDY) == wanted and generator._executor.structure.blocks
