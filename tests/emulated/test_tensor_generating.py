@@ -22,24 +22,29 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.5},
     {"temperature": 0.8, "seed": 7, "logprobs": 2},
 )
-EXECUTORS = {"packed": "PackedDecoder", "modules": "PagedExecutor", "vocabulary": "PagedExecutor"}
+EXECUTORS = {
+    "packed": "PackedDecoder", "modules": "PagedExecutor", "engine": "PagedExecutor", "vocabulary": "PagedExecutor",
+}  # fmt: skip
 
 
 def split_model(ranks: int, way: str) -> Any:
-    """The model of this rank: its layers are split, and by "vocabulary" its embedding and head too."""
+    """The model of this rank: its layers are split, and by "vocabulary" its embedding and head too.
+
+    A training engine holds the weights of "engine" and "vocabulary".
+    """
     import deepspeed
     from tests.unit.inference.toys import llama
 
     model = llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=LAYERS)
     if ranks == 1:
         return model.to("cuda")
-    if way != "vocabulary":
+    if way not in ("engine", "vocabulary"):
         deepspeed.init_inference(model, dtype=torch.float32, tensor_parallel={"tp_size": ranks})
         return model
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW"},
-        "tensor_parallel": {"autotp_size": ranks, "vocab_parallel_lm_head": True},
+        "tensor_parallel": {"autotp_size": ranks, "vocab_parallel_lm_head": way == "vocabulary"},
     }
     return deepspeed.initialize(model=model, config=config)[0].module.eval()
 
@@ -63,7 +68,8 @@ def answers(ranks: int, way: str, refused: bool = False) -> Seen:
     through_modules = mock.patch.object(select, "_without_modules", lambda executor, *_: executor)
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_way(ReferenceKernels()))
-        stack.enter_context(contextlib.nullcontext() if way == "packed" else through_modules)
+        through = way != "packed" and (way == "modules" or ranks == 1)  # engines go through modules by themselves
+        stack.enter_context(through_modules if through else contextlib.nullcontext())
         if refuses:
             stack.enter_context(mock.patch.object(PackedDecoder, "_prepare", refuse))
         seen = stack.enter_context(observed())
