@@ -371,19 +371,19 @@ def _without_modules(executor: PagedExecutor, ways: list[Any], probe: Callable[[
     if kernels is None:
         return executor
     reasons = []
-    made: list[PackedDecoder] = []
+    decoders: list[PackedDecoder] = []
     for interleaved in (False, True):
 
         def make(interleaved: bool = interleaved) -> None:
-            made.append(PackedDecoder(executor, kernels, INVARIANT_ROWS if even else 0, interleaved))
+            decoders.append(PackedDecoder(executor, kernels, INVARIANT_ROWS if even else 0, interleaved))
 
         reason = _reason(executor.model, make)
         if reason is not None:
             reasons.append(reason)
             break
-        reason = _tried(made[-1], probe, executor.store.size)
+        reason = _tried(decoders[-1], probe, executor.store.size)
         if reason is None:
-            return made[-1]
+            return decoders[-1]
         reasons.append(reason)
     executor.unfused = reasons[0]
     log_rank0(f"{type(executor.model).__name__} goes through its own modules on the GPU, not by kernels: {reasons[0]}")
