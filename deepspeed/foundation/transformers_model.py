@@ -56,13 +56,16 @@ def text_config(model: Any, decoder: bool | None = None) -> Any:
 def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:
     """Return the number of rows of a model's embedding, else the vocabulary size in its config; None if unknown.
 
+    Of an embedding that is split over ranks (`VocabParallelEmbedding`), all ranks' rows count.
+
     Args:
         model: any module, or a config, which has no embedding.
         decoder: as in `text_config`.
     """
     table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     text = text_config(model, decoder)
-    return getattr(table, "num_embeddings", None) or getattr(text, "vocab_size", None)
+    sizes = getattr(table, "whole", None), getattr(table, "num_embeddings", None), getattr(text, "vocab_size", None)
+    return next((size for size in sizes if isinstance(size, int) and size), None)
 
 
 def config_number(config: Any, keys: Sequence[str]) -> int | None:

@@ -34,6 +34,12 @@ class SliceLocation:
         return self
 
 
+def axis_of_slices(model: nn.Module) -> Axis | None:
+    """Return the ranks that share the matrices of a model; None if every rank has them whole."""
+    slots = (getattr(module, "slot", None) for module in model.modules())
+    return next((slot.axis for slot in slots if isinstance(slot, SliceLocation) and slot.axis.size > 1), None)
+
+
 def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return a copy of the segments (start, length) of a dim, concatenated."""
     return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)

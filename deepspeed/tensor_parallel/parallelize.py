@@ -396,4 +396,6 @@ def _inputs_hook(shares: ChannelDependencies, axis: Axis) -> Callable[..., Any]:
             return share.pick(enter(tensor, axis, f"gradient of {path}"), axis.rank)
         return enter(tensor, axis, f"gradient of {path}") if path in shares.partial_inputs else tensor
 
-    return changing(change)
+    hook = changing(change)
+    hook.transparent = not shares.inputs  # without split arguments, forward leaves all of them as they are
+    return hook

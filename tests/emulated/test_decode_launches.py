@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.emulated.needs import LIMIT, need_compiler
 from tests.emulated.runs import emulates, observed
@@ -41,8 +42,12 @@ class CountedKernels:
         arguments[names.index(written)].zero_()
 
 
-def cost(way: str) -> dict[str, Any]:
-    """Counters of one pass with a new token of each sequence, and the lines at which the host waited."""
+def cost(way: str, ranks: int = 1) -> dict[str, Any]:
+    """Counters of one pass with a new token of each sequence, and the lines at which the host waited.
+
+    `ranks`: ranks over which the model is split.
+    """
+    import deepspeed
     from deepspeed.inference import Generator, Request, SamplingParams
     from deepspeed.inference.executors import attention_ways, select
     from tests.unit.inference.toys import llama, prompts
@@ -66,6 +71,8 @@ def cost(way: str) -> dict[str, Any]:
         without,
     ):
         model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
+        if ranks > 1:
+            deepspeed.init_inference(model, dtype=torch.float32, tensor_parallel={"tp_size": ranks})
         generator = Generator(
             model, page_size=16, cache_bytes=1 << 22, max_batch_tokens=2048, cuda_graphs=way == "captured"
         )
@@ -102,5 +109,9 @@ def test_launches_of_a_pass(emulated: Any) -> None:
     assert packed["counters"]["launch"] <= gathered["counters"]["launch"] / 6
     assert [what for what, _ in packed["waits"]] == ["copy to host"]
     assert packed["kernels"] == 6 * LAYERS + 1 + 2  # the last norm; scores and tokens
+    for split in emulated(2).run(cost, "captured", 2, timeout=LIMIT):  # sums over ranks; not captured
+        assert split["reports"] == [] and [what for what, _ in split["waits"]] == ["copy to host"]
+        assert split["counters"]["launch"] == packed["counters"]["launch"] + 2 * LAYERS
+        assert split["counters"]["launch.nccl"] == 2 * LAYERS
     assert captured["counters"]["launch"] == 3 and captured["counters"]["graph.replays"] == 1  # two are copies
     assert [what for what, _ in captured["waits"]] == ["copy to host"]

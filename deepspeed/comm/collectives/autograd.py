@@ -55,14 +55,18 @@ class _Collective(torch.autograd.Function):
 
 def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the sum over the ranks as a new tensor, without autograd; `label`: as in `gathered`."""
-    out = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if axis.group is not None and out.numel():
+    return sum_in_place(tensor.detach().clone(memory_format=torch.contiguous_format), axis, label)
+
+
+def sum_in_place(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """All-reduce a contiguous tensor in place, without autograd, and return it; `label`: as in `gathered`."""
+    if axis.group is not None and tensor.numel():
         label = label or f"sum over {axis.name}"
         meet_before(axis, label)
-        all_reduce(out, group=axis.group, log_name=label)
+        all_reduce(tensor, group=axis.group, log_name=label)
     elif axis.size > 1:
-        message("all_reduce", out.nbytes, axis.ranks)
-    return out
+        message("all_reduce", tensor.nbytes, axis.ranks)
+    return tensor
 
 
 def gathered(

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.log import describe_error, log_rank0, warn_once
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.tensor_parallel.layers import axis_of_slices
 
 MOST_GRAPHS = 12
 MOST_PAGES = 1 << 18  # page numbers in the block table of a graph: 1 MiB, twice
@@ -234,6 +235,9 @@ def capture_passes(executor: Any, sequences: int, length: int, drafts: int = 0, 
     name = type(executor.model).__name__
     if not hasattr(executor, "compute"):
         log_rank0(f"{name}: passes are not captured as CUDA graphs, since they go through the model's modules")
+        return
+    if axis_of_slices(executor.model) is not None:  # ranks would have to agree on each graph and each replay
+        log_rank0(f"{name}: passes are not captured as CUDA graphs, since ranks share its matrices")
         return
     probe = RaggedBatch([BatchSlice([0], 0, [0])], executor.store.size, device)
     if not executor.native(probe):

@@ -16,6 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deepspeed.comm.collectives.autograd import gathered, sum_in_place
+from deepspeed.comm.collectives.collectives import sum_in_rank_order
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import PackingError
 from deepspeed.inference.executors.structure import (
     GatedPart,
@@ -30,6 +33,7 @@ from deepspeed.ops.triton import rows
 from deepspeed.ops.triton.attention import Kernels
 from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, product_variants
 from deepspeed.ops.triton.variants import DTYPES, KernelForm
+from deepspeed.tensor_parallel.layers import RowParallel
 from deepspeed.zero.parameters.parameter import is_managed
 
 TRIAL = 3  # rows of a trial of a norm
@@ -97,6 +101,43 @@ class DenseMatrix:
 
 
 @dataclass(frozen=True)
+class SlicedRows:
+    """A row-parallel matrix: some of the inputs on each rank. All ranks of the axis call it together.
+
+    Args:
+        matrix: this rank's slice [outputs, own inputs], without bias.
+        bias: [outputs], equal on all ranks, or None.
+        axis: the ranks.
+        name: name of the layer in error messages.
+    """
+
+    matrix: DenseMatrix
+    bias: torch.Tensor | None
+    axis: Axis
+    name: str
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor, block: int) -> list[torch.Tensor]:
+        """Return the sum of the ranks' products, [rows, outputs], for own inputs x [rows, own inputs].
+
+        With a `block`, a row's bits do not depend on the number of rows: more than two ranks add in rank order, since a
+        backend's all-reduce adds in an order that depends on the place in the message.
+        """
+        (out,) = self.matrix(kernels, x, block)
+        label = f"sum of {self.name}"
+        if block and self.axis.size > 2:
+            every = gathered(out.view(-1), self.axis, 0, label=label).view(self.axis.size, -1)
+            sum_in_rank_order(every.unbind(), out.view(-1), 1.0, add=False)
+        else:
+            sum_in_place(out, self.axis, label)
+        return [out if self.bias is None else out + self.bias]
+
+    @property
+    def variants(self) -> list[KernelForm]:
+        """The kernels that it needs."""
+        return []
+
+
+@dataclass(frozen=True)
 class IntegerMatrix:
     """A matrix of packed integers, for the package's product."""
 
@@ -118,7 +159,7 @@ class IntegerMatrix:
 class Matrices:
     """Matrices that read the same rows, one after another."""
 
-    parts: tuple[DenseMatrix | IntegerMatrix, ...]
+    parts: tuple[DenseMatrix | IntegerMatrix | SlicedRows, ...]
 
     def __call__(self, kernels: Kernels, x: torch.Tensor, block: int) -> list[torch.Tensor]:
         """Return the outputs of each matrix."""
@@ -178,6 +219,8 @@ class DeviceStructure(Structure):
         self.dtype = module.packed.dtype if hasattr(module, "packed") else getattr(weight, "dtype", torch.int8)
         if self.dtype not in DTYPES or any(map(is_managed, module.parameters())):
             raise PackingError(f"its embedding is held by an engine or is {self.dtype}")
+        if hasattr(module, "slot"):
+            raise PackingError("its embedding is split over ranks")
         self.entries = getattr(module, "num_embeddings", 0)
 
     def take_head(self, head: HeadPart) -> None:
@@ -232,7 +275,7 @@ class DeviceStructure(Structure):
                 return Matrices((joined,))
         return Matrices(tuple(matrices))
 
-    def _matrix(self, part: MatrixPart) -> DenseMatrix | IntegerMatrix:
+    def _matrix(self, part: MatrixPart) -> DenseMatrix | IntegerMatrix | SlicedRows:
         weight, bias = part.weight, part.bias
         if bias is not None and (bias.dtype != self.dtype or is_managed(bias)):
             raise PackingError(f"the bias of {part.name} is held by an engine or is {bias.dtype}")
@@ -244,6 +287,9 @@ class DeviceStructure(Structure):
             raise PackingError(f"{part.name} has 12 bits an element")
         if is_managed(weight) or weight.dtype != self.dtype or not weight.is_contiguous():
             raise PackingError(f"{part.name} is held by an engine, is {weight.dtype}, or has gaps between its rows")
+        if isinstance(part.module, RowParallel):
+            slot = part.module.slot
+            return SlicedRows(DenseMatrix(weight, None, (weight.shape[0],)), bias, slot.axis, slot.name)
         return DenseMatrix(weight, bias, (weight.shape[0],))
 
     @torch.no_grad()

@@ -113,7 +113,7 @@ class PackedDecoder:
         self.weights.settle()
         if self._lora.switches():
             raise PackingError("it has LoRA layers")
-        structure = Reader(self.model, self.weights, sandwich=True).read(DeviceStructure)
+        structure = Reader(self.model, self.weights, sandwich=True, sliced=True).read(DeviceStructure)
         if structure.sharded:
             raise PackingError("an engine shards its weights")
         layers = range(len(structure.blocks))

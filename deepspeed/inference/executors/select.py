@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from deepspeed.comm.collectives.same_error import run_collectively
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.errors import NotAvailableError, PackingError
 from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
@@ -29,6 +31,7 @@ from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.moe.structure import find_experts
 from deepspeed.native import library
+from deepspeed.tensor_parallel.layers import axis_of_slices
 
 PROBE_PAGE = 2
 # Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress.
@@ -304,6 +307,8 @@ def settle_attention(executor: Any, page: int, invariant: bool = False) -> Any:
     layers = attention_ways.shaped(executor.calls, executor.rules, model, device)
     layers = {number: layer for number, layer in layers.items() if store.layers[number][0].dtype == layer.dtype}
     chosen, reasons = attention_ways.choose_ways(layers, ways, page)
+    if _differ(model, {number: way.name for number, way in chosen.items()}):
+        chosen, reasons = {}, ["ranks that share the model have other kernels"]
     if reasons:
         warn_once(f"{name}: attention of some layers gathers pages: {'; '.join(reasons)}")
     if not chosen:
@@ -327,11 +332,36 @@ def _tried(executor: Any, probe: Callable[[Any], str | None], page: int) -> str 
     store = executor.store
     executor.store = store.resized(16, page)
     try:
-        return probe(executor)
-    except Exception as error:  # of torch's operators or of the driver
-        return _say(error)
+        return _reason(executor.model, lambda: probe(executor))
     finally:
         executor.store = store
+
+
+def _reason(model: nn.Module, attempt: Callable[[], str | None]) -> str | None:
+    """Return the reason that `attempt` returns, or its error; None: it worked.
+
+    Ranks that share the matrices of the model attempt it together, and all return a reason if one of them has any.
+    """
+
+    def work() -> None:
+        if (reason := attempt()) is not None:
+            raise PackingError(reason)
+
+    axis = axis_of_slices(model)
+    if axis is not None:
+        return next(filter(None, run_collectively(axis, work).texts), None)
+    try:
+        work()
+    except Exception as error:  # of torch's operators, of the driver, or of modules called in isolation
+        return _say(error)
+    return None
+
+
+def _differ(model: nn.Module, value: Any) -> bool:
+    """Whether ranks that share the matrices of the model have other values than each other."""
+    axis = axis_of_slices(model)
+    everyone = [] if axis is None else all_gather_objects(axis, value)
+    return any(other != everyone[0] for other in everyone)
 
 
 def _without_modules(executor: PagedExecutor, ways: list[Any], probe: Callable[[Any], str | None], even: bool) -> Any:
@@ -341,15 +371,19 @@ def _without_modules(executor: PagedExecutor, ways: list[Any], probe: Callable[[
     if kernels is None:
         return executor
     reasons = []
+    decoders: list[PackedDecoder] = []
     for interleaved in (False, True):
-        try:
-            decoder = PackedDecoder(executor, kernels, INVARIANT_ROWS if even else 0, interleaved)
-        except Exception as error:  # any error of modules called in isolation; the model itself works
-            reasons.append(_say(error))
+
+        def make(interleaved: bool = interleaved) -> None:
+            decoders.append(PackedDecoder(executor, kernels, INVARIANT_ROWS if even else 0, interleaved))
+
+        reason = _reason(executor.model, make)
+        if reason is not None:
+            reasons.append(reason)
             break
-        reason = _tried(decoder, probe, executor.store.size)
+        reason = _tried(decoders[-1], probe, executor.store.size)
         if reason is None:
-            return decoder
+            return decoders[-1]
         reasons.append(reason)
     executor.unfused = reasons[0]
     log_rank0(f"{type(executor.model).__name__} goes through its own modules on the GPU, not by kernels: {reasons[0]}")

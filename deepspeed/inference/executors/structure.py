@@ -24,6 +24,7 @@ from deepspeed.inference.quantization.layers import PackedLinear
 from deepspeed.inference.quantization.lossless_bf16 import GROUP, LosslessWeight
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.trained_lora import base_of, is_lora
+from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel
 from deepspeed.zero.parameters.parameter import is_managed
 
 EMBEDDING, HEAD = -1, -2  # parts of a `Structure` besides its layers
@@ -34,6 +35,8 @@ ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
 # Joined matrix for these matrices, in this order of rows.
 JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
+COLUMNS = (*ATTENTION_MATRICES, *FEED_FORWARD_MATRICES, *JOINED.values())  # slices of them have some of the outputs
+ROWS = ("o_proj", "down_proj")  # slices of them have some of the inputs
 FUNCTIONS = ("act_fn", "activation_fn")
 SHARED = ("shared_expert", "shared_expert_gate")
 # In the order of `Activation` in decoder.cpp, and of `ops.triton.rows.ACTIVATIONS` as far as it goes.
@@ -89,11 +92,11 @@ class NormPart:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A matrix [outputs, inputs] of a linear layer, or some of its rows.
+    """A matrix [outputs, inputs] of a linear layer, or some of its rows. Of a sliced layer, it is this rank's slice.
 
     Args:
         name: name of the layer in the module that has it.
-        module: the layer: `nn.Linear`, `PackedLinear`, or the layer inside of a LoRA layer.
+        module: the layer: `nn.Linear`, `PackedLinear`, a sliced layer, or the layer inside of a LoRA layer.
         adapted: whether low-rank changes belong to it.
         first: first row.
         count: number of rows; None: all.
@@ -286,10 +289,12 @@ class Reader:
         model: causal LM.
         weights: access to its weights.
         sandwich: whether layers may have the norms `SANDWICH`.
+        sliced: whether matrices of the layers may be slices of tensor parallelism: outputs of this rank, which stay
+            split, or inputs of this rank (`MatrixPart.module` is a `RowParallel`), whose products are to be summed.
     """
 
-    def __init__(self, model: nn.Module, weights: EngineWeights, sandwich: bool = False) -> None:
-        self.model, self._weights, self._sandwich = model, weights, sandwich
+    def __init__(self, model: nn.Module, weights: EngineWeights, sandwich: bool = False, sliced: bool = False) -> None:
+        self.model, self._weights, self._sandwich, self._sliced = model, weights, sandwich, sliced
         self.seen: dict[int, dict[Any, Any]] = {}
 
     def read(self, form: type[Structure]) -> Any:
@@ -451,7 +456,8 @@ class Reader:
         if adapted:  # its changes are those of `TrainedLora`
             self._see(module._modules)
             module = base_of(module)
-        if not isinstance(module, PackedLinear) and type(module).forward is not nn.Linear.forward:
+        plain = isinstance(module, PackedLinear) or type(module).forward is nn.Linear.forward
+        if not plain and not (self._sliced and _is_slice(module, name)):
             raise PackingError(f"{name} is a {type(module).__name__}")
         self._weight(module)
         return MatrixPart(name, module, adapted)
@@ -464,6 +470,16 @@ class Reader:
             raise PackingError(f"{name} is a {type(module).__name__}")
         self._weight(module)
         return NormPart(name, module, eps, isinstance(module, nn.LayerNorm), joint)
+
+
+def _is_slice(module: Any, name: str) -> bool:
+    """Whether a layer of this name has a slice of its matrix as `Reader` takes it."""
+    if not isinstance(module, ColumnParallel | RowParallel) or module.transposed:
+        return False
+    if isinstance(module, RowParallel):
+        return name in ROWS and type(module).forward is RowParallel.forward
+    own = module.rows is None and module.sizes is None  # else heads of several ranks, or gathered outputs
+    return own and name in COLUMNS and type(module).forward is ColumnParallel.forward
 
 
 def is_mixture(mlp: nn.Module) -> bool:
