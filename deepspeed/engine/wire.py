@@ -10,6 +10,7 @@ from deepspeed.comm.process_groups.axis import axes_here, make_axes
 from deepspeed.comm.process_groups.mesh import REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.log import log_once
+from deepspeed.ops.triton.blocks import use_block_kernels
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 from deepspeed.zero.parameters.secondary_shard import SecondaryShard
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -38,10 +39,16 @@ def weight_wire(config: DeepSpeedConfig, frozen: bool = False) -> Wire:
 
 
 def prepare_wire(config: DeepSpeedConfig, mesh: Mesh, device: torch.device) -> None:
-    """Find out which ranks are on one host, if the JSON has codecs. All ranks of the world must call this."""
+    """Load kernels for codecs of the JSON, and find out which ranks are on one host.
+
+    All ranks of the world must call this.
+    """
     wire = config.wire
     between = {"gradients": wire.gradients, "weights": wire.weights, "frozen_weights": wire.frozen_weights or "none"}
     encoded = {name: value for name, value in between.items() if value != "none"}
+    if not encoded and wire.gradients_within_host == wire.weights_within_host == "none":
+        return
+    use_block_kernels(device)
     if not encoded:
         return
     registry = axes_here()
