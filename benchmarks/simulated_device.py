@@ -26,7 +26,7 @@ from deepspeed.comm.fake_world import absent_peers
 from deepspeed.comm.process_groups.process_group import destroy_process_group
 from deepspeed.foundation.log import logger
 from deepspeed.ops.fake_tensors import Valueless
-from deepspeed.ops.triton.blocks import BlockKernels
+from deepspeed.ops.triton.blocks import BlockKernelLauncher
 from deepspeed.planner.fake_world import without_values
 from deepspeed.simulator.trace import Recording
 
@@ -228,7 +228,7 @@ def record(case: Case, steps: int = 0) -> Recording:
     with world(case.ranks):
         recorder = DeviceRecorder(recording)
         recorder.on = False
-        kernels = BlockKernels(RecordedKernels(recorder)) if case.kernels else None
+        kernels = BlockKernelLauncher(RecordedKernels(recorder)) if case.kernels else None
         with recorder, block_table.kernels.replaced(kernels):
             step, end = MAKERS[case.maker](case)
             for _ in range(0 if steps else WARM[case.maker]):

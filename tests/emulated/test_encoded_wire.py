@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.collectives import encoded
+from deepspeed.comm.collectives.collectives import Handle
 from deepspeed.comm.process_groups import axis as axes
 from tests.emulated import runs
 from tests.emulated.cells import Cell
@@ -79,11 +82,70 @@ def trained(cell: Cell) -> runs.Seen:
     return seen
 
 
+SHARE, PARAMETERS = 1000, [300, 1, 1699, 257, 1743]  # elements of a rank's slice; of parameters, in two hosts' slices
+
+
+def reduced(bits: int) -> dict[str, object]:
+    """Two encoded sums with error memory on two hosts of two ranks, and what they cost."""
+    with on_two_hosts():
+        device, size = torch.device("cuda", torch.cuda.current_device()), dist.get_world_size()
+        world = axes.world_axis("dp", device)
+        axes.axes_here().find_hosts()
+        axes.axes_here().divide_by_host([world.ranks], device)
+        codec, cuts = encoded.BlockCodec(bits), [rank * SHARE for rank in range(size + 1)]
+        steps = encoded.two_steps(world, codec, cuts, list(itertools.accumulate(PARAMETERS, initial=0)))
+        assert steps is not None
+        sources = [torch.Generator().manual_seed(rank) for rank in range(size)]
+        gradients = [[torch.randn(cuts[-1], generator=s).bfloat16() for s in sources] for _ in range(2)]
+        layout, own = steps.slices.layouts, world.rank
+        memory = torch.zeros(2 * SHARE, dtype=torch.bfloat16, device=device)
+        expected_memory, equal, sums = torch.zeros(2, 2, SHARE, dtype=torch.bfloat16), [], []
+        payloads = [torch.empty(steps.slices.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+        def finish(parts: list[torch.Tensor]) -> None:
+            sums.append(torch.empty(SHARE, device=device))
+            layout[own // PER_HOST].sum(parts, sums[-1], 0.5, False)
+
+        def start(flat: torch.Tensor, payload: torch.Tensor) -> Handle:
+            encoding = encoded.Encoding(steps.slices, payload, lambda: memory, 0.5)
+            return steps.reduce(flat, encoding, 0, "reduce of a group", finish)
+
+        flats = [ranks[own].to(device) for ranks in gradients]
+        start(torch.zeros_like(flats[0]), payloads[0]).wait()  # copies tables to the device; no error of zeros is kept
+        sums.clear()
+        with observed() as seen:
+            for handle in [start(*pair) for pair in zip(flats, payloads, strict=True)]:
+                handle.wait()
+        for index, ranks in enumerate(gradients):  # what the other host sends, with its memory, and the own host's sum
+            low, high = cuts[own], cuts[own + 1]
+            hosts = [
+                torch.stack(ranks[at : at + PER_HOST]).sum(0, dtype=torch.float32)[low:high] for at in (0, PER_HOST)
+            ]
+            other = 1 - own // PER_HOST
+            payload = torch.empty(layout[0].nbytes + layout[1].nbytes, dtype=torch.uint8)
+            form = layout[own // PER_HOST]
+            form.encode(hosts[other], payload[: form.nbytes], expected_memory[other, 0], 0.5)
+            form.decode(payload[: form.nbytes], hosts[other])
+            equal.append(torch.equal(sums[index].cpu(), 0.5 * (hosts[0] + hosts[1])))
+        sent = steps.slices.byte_cuts[1]
+        return {"equal": equal, "memory": bool(memory.any()), "sent": sent, "counters": seen.counters,
+                "waits": seen.waits, "reports": seen.reports}  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_and_bytes_of_two_hosts(emulated, bits: int) -> None:
+    for seen in emulated(4).run(reduced, bits, timeout=LIMIT):
+        assert seen["equal"] == [True, True] and seen["memory"] and seen["reports"] == [] and seen["waits"] == []
+        within = 2 * (2 * SHARE)  # half of the 4,000 elements of 2 bytes come from the neighbour
+        assert seen["sent"] <= SHARE * bits / 8 + 2 * 8 + 64  # at most eight blocks
+        assert seen["counters"]["bytes.wire"] == 2 * (within + seen["sent"])
+
+
 HOSTS = [
-    Cell(stage=2, ranks=4, small_buckets=True, wire="int4", dtype="bf16", accumulation=2, hosts=True),
     *(
         pytest.param(cell, marks=pytest.mark.slow)
         for cell in (
+            Cell(stage=2, ranks=4, small_buckets=True, wire="int4", dtype="bf16", accumulation=2, hosts=True),
             Cell(stage=0, ranks=4, small_buckets=True, wire="int8", hosts=True),
             Cell(stage=1, ranks=4, small_buckets=True, wire="int8", dtype="fp16", hosts=True),
             Cell(stage=2, ranks=4, small_buckets=True, wire="bf16", hosts=True, own_stream=True),

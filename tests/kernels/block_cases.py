@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.comm.collectives.block_table import BlockTable, Parts, total_of
 from deepspeed.ops.triton.attention import Kernels
-from deepspeed.ops.triton.blocks import BlockKernels
+from deepspeed.ops.triton.blocks import BlockKernelLauncher
 from tests.kernels.pairs import pairwise
 
 Check = Callable[[Kernels], None]
@@ -71,7 +71,7 @@ def _table(case: dict[str, Any]) -> Check:
         values = values_of(case["kind"], numel, case["dtype"], numel)
         memory = (values_of("normal", numel, torch.float32, 7) * 0.1).to(torch.bfloat16) if case["memory"] else None
         payloads, memories, outs = [], [], []
-        for form in (None, BlockKernels(kernels)):
+        for form in (None, BlockKernelLauncher(kernels)):
             payload = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
             errors = None if memory is None else memory.clone()
             out = torch.full((numel,), 7.0, dtype=case["out"])
@@ -116,7 +116,7 @@ def _sum(case: dict[str, Any]) -> Check:
         wanted = torch.randn(numel, generator=torch.Generator().manual_seed(3))
         out = wanted.clone()
         total_of(terms, wanted, case["scale"], case["add"])
-        assert BlockKernels(kernels).sum(one, stacked, out, case["scale"], case["add"])
+        assert BlockKernelLauncher(kernels).sum(one, stacked, out, case["scale"], case["add"])
         assert equal(out, wanted), "sums differ"
 
     return check

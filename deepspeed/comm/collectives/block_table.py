@@ -65,7 +65,8 @@ class BlockTable:
         self._rows = rows.astype(np.int32) if self.small else rows
         self._on: dict[torch.device, Tensor] = {}
         step = max(1, _CHUNK // block)
-        self._chunks = [_Chunk(rows[:, at : at + step], at, bits, block) for at in range(0, self.blocks, step)]
+        firsts = range(0, self.blocks, step)
+        self._chunks = [_Chunk(rows[:, first : first + step], first, bits, block) for first in firsts]
 
     def rows(self, device: torch.device) -> Tensor:
         """Return the table, [4, blocks]: start and number of values, places of scale (in 2 bytes) and codes (bytes)."""

@@ -19,7 +19,7 @@ from deepspeed.ops.triton.row_variants import BLOCK_SIZE, KernelVariant, block_v
 from deepspeed.ops.triton.variants import KernelForm
 
 
-class BlockKernels:
+class BlockKernelLauncher:
     """Launches of the kernels; see `block_table.BlockKernels`. A method returns False for what no kernel was built for.
 
     Args:
@@ -124,4 +124,4 @@ def use_block_kernels(device: torch.device) -> None:
     except (DeepSpeedError, RuntimeError, AssertionError, OSError) as error:
         log_once(f"messages are encoded by torch operators, many small ones: {error}")
         return
-    block_table.kernels.current = BlockKernels(loaded)
+    block_table.kernels.current = BlockKernelLauncher(loaded)

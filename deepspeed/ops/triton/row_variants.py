@@ -160,10 +160,9 @@ def block_variant(kernel: str, dtype: torch.dtype, bits: int, memory: bool = Fal
 def block_variants() -> list[KernelVariant]:
     """Return the variants of the kernels of messages."""
     kinds = [("encode_blocks", False), ("encode_blocks", True), ("decode_blocks", False), ("sum_blocks", False)]
-    made = [
-        block_variant(kernel, dtype, bits, memory) for kernel, memory in kinds for dtype in DTYPES for bits in (8, 4)
-    ]
-    return [variant for variant in made if variant is not None]
+    forms = [(*kind, dtype, bits) for kind in kinds for dtype in DTYPES for bits in (8, 4)]
+    variants = [block_variant(kernel, dtype, bits, memory) for kernel, memory, dtype, bits in forms]
+    return [variant for variant in variants if variant is not None]
 
 
 def row_variants(
