@@ -28,7 +28,7 @@ class Side:
 
     Args:
         name: for tables.
-        gradients, weights, secondary, kernels: as in `simulated_device.Case`.
+        gradients, weights, secondary: as in `simulated_device.Case`.
         barred: stages at which the bar holds.
     """
 
@@ -36,14 +36,13 @@ class Side:
     gradients: str = ""
     weights: str = ""
     secondary: int = 1
-    kernels: bool = True
     barred: tuple[int, ...] = ()
 
-    def case(self, model: str, stage: int) -> dict[str, Any]:
+    def case(self, model: str, stage: int, kernels: bool) -> dict[str, Any]:
         """What is recorded: two steps, of which the second is judged."""
         shape = {"model": model, "maker": "package", "ranks": RANKS, "micro": 4, "recompute": True, "repeat": 2}
         forms = {"gradients": self.gradients, "weights": self.weights, "secondary": self.secondary}
-        return shape | {"stage": stage} | forms | ({} if self.kernels else {"kernels": False})
+        return shape | {"stage": stage} | forms | ({} if kernels else {"kernels": False})
 
 
 SIDES = [
@@ -51,13 +50,7 @@ SIDES = [
     Side("int8", "int8", "int8", barred=(2,)),
     Side("int4 + int8", "int4", "int8", barred=(2,)),
     Side("ZeRO++", "int4", "int8", PER_HOST, barred=(3,)),
-    Side("int8, torch", "int8", "int8", kernels=False),
 ]
-
-
-def sides_of(stage: int) -> list[Side]:
-    """Secondary shards are there at stage 3 alone; torch's operators are simulated once."""
-    return [side for side in SIDES if (side.secondary == 1 or stage == 3) and (side.kernels or stage == 2)]
 
 
 def between_hosts(recording: Recording, machine: Machine) -> float:
@@ -66,17 +59,18 @@ def between_hosts(recording: Recording, machine: Machine) -> float:
     return sum(machine.traffic(entry.name, entry.nbytes, entry.group)[1] for entry in messages)
 
 
-def simulated(kept: Path, model: str, stages: list[int]) -> list[dict[str, Any]]:
-    """Rows of the table, printed on the way."""
+def simulated(kept: Path, model: str, stages: list[int], kernels: bool) -> list[dict[str, Any]]:
+    """Rows of the table, printed on the way; without `kernels`, messages are encoded by torch operators."""
     machine, rows = replace(Machine.load("H100-80GB"), between=BITS / 8 / PER_HOST), []
     for stage in stages:
         plain = 0.0
-        for side in sides_of(stage):
-            recording = recorded(kept, **side.case(model, stage))
+        for side in (side for side in SIDES if side.secondary == 1 or stage == 3):
+            recording = recorded(kept, **side.case(model, stage, kernels or not side.gradients))
             row = settled(recording, machine)
             plain = plain or row["exposed"]
             ratio, nbytes = row["exposed"] / plain, between_hosts(recording, machine) / 2
-            row |= {"name": f"{model} stage {stage} {side.name}", "between": nbytes, "ratio": ratio}
+            form = "" if kernels or not side.gradients else ", torch"
+            row |= {"name": f"{model} stage {stage} {side.name}{form}", "between": nbytes, "ratio": ratio}
             missed = "  MISSED" if stage in side.barred and ratio > BAR else ""
             print(f"{row['name']:34s} step {row['ms']:8.1f} ms  exposed {row['exposed']:8.1f} = {ratio:.3f} of plain  "
                   f"launches {row['launches']:5.0f}  {nbytes / 1e6:7.0f} MB from other hosts{missed}",
@@ -112,16 +106,17 @@ def main() -> int:
     parser.add_argument("--model", default="llama-7b", help="of `benchmarks.simulated_models.SHAPES`")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--kept", type=Path, default=Path("build/recordings"), help="where recordings are kept")
+    parser.add_argument("--torch", action="store_true", help="messages are encoded by torch operators")
     parser.add_argument("--picture", type=Path, help="file for bars of the times, such as simulated-links.svg")
     options = parser.parse_args()
-    path, rows = RESULTS / "links.json", simulated(options.kept, options.model, options.stages)
+    path, rows = RESULTS / "links.json", simulated(options.kept, options.model, options.stages, not options.torch)
     names = {row["name"] for row in rows}
     before = json.loads(path.read_text()) if path.exists() else []
     path.write_text(json.dumps([row for row in before if row["name"] not in names] + rows, indent=1) + "\n")
     if options.picture:
         draw(rows, options.picture)
     barred = {f"{options.model} stage {stage} {side.name}" for side in SIDES for stage in side.barred}
-    return int(any(row["ratio"] > BAR for row in rows if row["name"] in barred))
+    return int(any(row["ratio"] > BAR for row in rows if row["name"].removesuffix(", torch") in barred))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed.comm.collectives.block_codec import BlockCodec
 from deepspeed.comm.collectives.encoded import CastCodec, Codec, ErrorFeedback, Wire
-from deepspeed.comm.process_groups.axis import axes_here, make_axes
+from deepspeed.comm.process_groups.axis import axes_here, make_axes, world_axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.log import log_once
@@ -55,6 +55,8 @@ def prepare_wire(config: DeepSpeedConfig, mesh: Mesh, device: torch.device) -> N
     registry.find_hosts()
     for rows in (mesh.rows(*SHARD), mesh.rows(*REPLICATED)):
         registry.divide_by_host(rows, device)
+    steps = [axis for hosts in registry.host_axes.values() for axis in (hosts.within, hosts.across)]
+    registry.separate_reductions(steps, world_axis(device=device))
     if len(set(registry.hosts.values())) < 2:
         words = ", ".join(f"wire.{name} = {value}" for name, value in encoded.items())
         log_once(

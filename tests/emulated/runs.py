@@ -113,6 +113,8 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
         "zero_optimization": zero,
     }
+    if cell.secondary:
+        zero["zero_hpz_partition_size"] = 2
     if cell.wire:
         where = "" if cell.hosts else "_within_host"
         weights = {f"weights{where}": cell.wire} if cell.stage else {}

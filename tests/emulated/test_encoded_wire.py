@@ -152,6 +152,7 @@ HOSTS = [
             Cell(stage=2, ranks=4, small_buckets=True, wire="int8", tier="cpu", hosts=True),
             Cell(stage=3, ranks=4, small_buckets=True, wire="int8", hosts=True, own_stream=True, init=True),
             Cell(stage=3, ranks=4, small_buckets=True, wire="int4", hosts=True, checkpointing=True, accumulation=2),
+            Cell(stage=3, ranks=4, small_buckets=True, wire="int8", hosts=True, accumulation=2, secondary=True),
         )
     ),
 ]

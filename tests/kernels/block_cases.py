@@ -23,12 +23,13 @@ SEGMENTS = {
     "even": [[512, 256], [768], [256, 512]],
 }
 SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-KINDS = ("normal", "zeros", "nan", "inf", "-inf", "both", "subnormal", "all sizes", "ties")
+KINDS = ("normal", "zeros", "nan", "inf", "-inf", "both", "subnormal", "all sizes", "ties", "ties of scales")
 GARBAGE = 0xA5
 
 
-def values_of(kind: str, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Numbers of a kind."""
+def values_of(kind: str, numel: int, dtype: torch.dtype, seed: int, bits: int = 8) -> torch.Tensor:
+    """Numbers of a kind; ties are those of a codec."""
+    limit = 2 ** (bits - 1) - 1
     source = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=source, dtype=torch.float64)
     if kind == "zeros":
@@ -38,22 +39,25 @@ def values_of(kind: str, numel: int, dtype: torch.dtype, seed: int) -> torch.Ten
     if kind == "all sizes":
         values *= 10.0 ** (torch.rand(numel, generator=source, dtype=torch.float64) * 60 - 40)
     if kind == "ties":
-        values = (values * 20).round() / 2
-        values[::256] = 63.5
+        values = (values * limit / 3).round().clamp(1 - limit, limit - 1) / 2
+        values[::100] = limit / 2
+    if kind == "ties of scales":  # the largest over the limit is in the middle of two bf16 numbers
+        values = values.clamp(-1, 1)
+        values[::100] = limit * 257 / 256
     for name, value in SPECIAL.items():
         if name == kind or (kind == "both" and name != "-inf"):
             values[int(torch.randint(numel, (), generator=source))] = value
     return values.to(torch.float32).to(dtype)
 
 
-def places(segments: list[list[int]], bits: int, gap: int) -> tuple[list[tuple[list[int], int, int]], int, int]:
-    """Slices one behind the other, with `gap` values and an even number of bytes between them; and both sizes."""
+def places(segments: list[list[int]], bits: int, gap: int) -> list[tuple[list[int], int, int]]:
+    """Slices one behind the other, with `gap` values before each, and payloads at multiples of 64 bytes."""
     made, value, byte = [], gap, 64
     for lengths in segments:
         made.append((lengths, value, byte))
         nbytes = sum(2 * -(-length // 256) + -(-length * bits // 8) for length in lengths)
         value, byte = value + sum(lengths) + gap, byte + -(-nbytes // 64) * 64
-    return made, value, byte
+    return made
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,11 +68,11 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _table(case: dict[str, Any]) -> Check:
-    parts, numel, nbytes = places(SEGMENTS[case["segments"]], case["bits"], case["gap"])
-    table = BlockTable(case["bits"], 256, parts)
+    table = BlockTable(case["bits"], 256, places(SEGMENTS[case["segments"]], case["bits"], case["gap"]))
+    numel, nbytes = table.numel, table.nbytes  # nothing lies beyond the last block
 
     def check(kernels: Kernels) -> None:
-        values = values_of(case["kind"], numel, case["dtype"], numel)
+        values = values_of(case["kind"], numel, case["dtype"], numel, case["bits"])
         memory = (values_of("normal", numel, torch.float32, 7) * 0.1).to(torch.bfloat16) if case["memory"] else None
         payloads, memories, outs = [], [], []
         for form in (None, BlockKernelLauncher(kernels)):

@@ -433,7 +433,7 @@ class TwoSteps:
     """
 
     def __init__(self, hosts: HostAxes, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> None:
-        self.within, self.across = hosts.within, hosts.across
+        self.within, self.across = hosts.within.reductions, hosts.across.reductions
         size, place = self.within.size, self.within.rank
         self.spans = [(cuts[first + place], cuts[first + place + 1]) for first in range(0, len(cuts) - 1, size)]
         own_cuts = list(itertools.accumulate((high - low for low, high in self.spans), initial=0))

@@ -81,7 +81,7 @@ def decoded(payload, bits, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, BITS
     signed = ((codes ^ (LIMIT + 1)) - (LIMIT + 1)).to(tl.float32)
     scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     finite = tl.abs(scale) < float("inf")
-    product = signed * tl.where(finite, scale, 0.0)[:, None]
+    product = signed * scale[:, None]
     endless = tl.where(signed > 0, float("inf"), float("-inf"))
     special = tl.where(signed == 0, 0.0, tl.where(signed < -LIMIT, float("nan"), endless))
     return tl.where(finite[:, None], product, special)
@@ -96,7 +96,8 @@ def decode_blocks(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < blocks
     length = tl.load(lengths + rows, mask=there, other=0)
-    bits = tl.load(scales + tl.load(scale_places + rows, mask=there, other=0).to(tl.int64), mask=there, other=0)
+    # Rows beyond the last block read the first scale, and store nothing.
+    bits = tl.load(scales + tl.load(scale_places + rows, mask=there, other=0).to(tl.int64))
     codes = payload + tl.load(code_places + rows, mask=there, other=0).to(tl.int64)
     result = decoded(codes, bits, length, BLOCK, ROWS, BITS)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -128,7 +129,7 @@ def sum_blocks(
             total += tl.load(own + places, mask=inside, other=0.0).to(tl.float32)
         else:
             first = stride.to(tl.int64) * rank
-            bits = tl.load(scales + first // 2 + scale_place, mask=there, other=0)
+            bits = tl.load(scales + first // 2 + scale_place)  # rows beyond the last block: the first scale
             total += decoded(payload + first + code_place, bits, length, BLOCK, ROWS, BITS)
     total *= scale
     if add != 0:
