@@ -63,11 +63,13 @@ SAMPLING_EQUIVALENT = (
     ("low, high = -1, 0x7F800000", "'1' value"),
     ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
 )
-# Places beyond a block's length or the last block are not stored, and count as zeros before.
+# Places beyond a block's length or the last block are not stored, and count as zeros before. Zeros are chosen before
+# signs.
 BLOCK_EQUIVALENT = (
     ("mask=there, other=0", "'0' value"),
     ("tl.load(target", "'0' value"),
     ("other=0).to(tl.int32)", "'0' value"),
+    ("endless = ", "GtE"),
 )
 SUITES = {
     "paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT),
