@@ -353,7 +353,7 @@ def _first_step(recording: Recording) -> Recording | None:
     return replace(recording, entries=recording.entries[: ends[0]], blocks=[]) if len(ends) > 1 else None
 
 
-def _settled(made: Recording, machine: Machine, host: float | None = None) -> dict[str, Any]:
+def settled(made: Recording, machine: Machine, host: float | None = None) -> dict[str, Any]:
     """A step among its likes: of two that were recorded, what the second adds, since one may end in the next."""
     first, found = _first_step(made), []
     for recording in (made, first) if first is not None else (made,):
@@ -371,7 +371,7 @@ def _compared(name: str, machine: Machine, ours: Recording, theirs: Recording) -
     for made, kind in ((ours, "package-3"), (theirs, "fsdp2")):  # else the machine's
         made.host_time = times.get(kind, {}).get("per_launch", 0.0)
     for side, made in (("ours", ours), ("theirs", theirs)):
-        row[side] = _settled(made, machine)
+        row[side] = settled(made, machine)
     row["ratio"] = row["ours"]["ms"] / row["theirs"]["ms"]
     ratios = {"as fitted": row["ratio"]}
     for constant in _MOVED:
@@ -379,7 +379,7 @@ def _compared(name: str, machine: Machine, ours: Recording, theirs: Recording) -
             sides = []
             for made in (ours, theirs):
                 host = (made.host_time or machine.launch) * (factor if constant == "launch" else 1)
-                sides.append(_settled(made, machine.moved(**{constant: factor}), host)["ms"])
+                sides.append(settled(made, machine.moved(**{constant: factor}), host)["ms"])
             ratios[f"{constant} x {factor}"] = sides[0] / sides[1]
     row["worst_at"] = max(ratios, key=lambda each: ratios[each])
     return row | {"moved": ratios, "worst": ratios[row["worst_at"]]}

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from benchmarks.device_recorder import DeviceRecorder
+from benchmarks.device_recorder import DeviceRecorder, RecordedKernels
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
-from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives import block_table, scalars
 from deepspeed.comm.fake_world import absent_peers
 from deepspeed.comm.process_groups.process_group import destroy_process_group
 from deepspeed.foundation.log import logger
 from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.ops.triton.blocks import BlockKernelLauncher
 from deepspeed.planner.fake_world import without_values
 from deepspeed.simulator.trace import Recording
 
@@ -54,6 +55,7 @@ class Case:
         gradients: form of this package's gradients on the way: "int8", "int4"; "": as they are.
         weights: form of its weights, likewise.
         secondary: ranks that hold a second copy of the weights (`zero_hpz_partition_size`); 1: none.
+        kernels: messages are encoded by the package's kernels, else by torch operators.
     """
 
     model: str
@@ -72,6 +74,7 @@ class Case:
     gradients: str = ""
     weights: str = ""
     secondary: int = 1
+    kernels: bool = True
 
     @property
     def name(self) -> str:
@@ -225,7 +228,8 @@ def record(case: Case, steps: int = 0) -> Recording:
     with world(case.ranks):
         recorder = DeviceRecorder(recording)
         recorder.on = False
-        with recorder:
+        kernels = BlockKernelLauncher(RecordedKernels(recorder)) if case.kernels else None
+        with recorder, block_table.kernels.replaced(kernels):
             step, end = MAKERS[case.maker](case)
             for _ in range(0 if steps else WARM[case.maker]):
                 step(recorder)

@@ -6,10 +6,11 @@ import torch
 
 from deepspeed.comm.collectives.block_codec import BlockCodec
 from deepspeed.comm.collectives.encoded import CastCodec, Codec, ErrorFeedback, Wire
-from deepspeed.comm.process_groups.axis import axes_here, make_axes
+from deepspeed.comm.process_groups.axis import axes_here, make_axes, world_axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.log import log_once
+from deepspeed.ops.triton.blocks import use_block_kernels
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 from deepspeed.zero.parameters.secondary_shard import SecondaryShard
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -38,16 +39,24 @@ def weight_wire(config: DeepSpeedConfig, frozen: bool = False) -> Wire:
 
 
 def prepare_wire(config: DeepSpeedConfig, mesh: Mesh, device: torch.device) -> None:
-    """Find out which ranks are on one host, if the JSON has codecs. All ranks of the world must call this."""
+    """Load kernels for codecs of the JSON, and find out which ranks are on one host.
+
+    All ranks of the world must call this.
+    """
     wire = config.wire
     between = {"gradients": wire.gradients, "weights": wire.weights, "frozen_weights": wire.frozen_weights or "none"}
     encoded = {name: value for name, value in between.items() if value != "none"}
+    if not encoded and wire.gradients_within_host == wire.weights_within_host == "none":
+        return
+    use_block_kernels(device)
     if not encoded:
         return
     registry = axes_here()
     registry.find_hosts()
     for rows in (mesh.rows(*SHARD), mesh.rows(*REPLICATED)):
         registry.divide_by_host(rows, device)
+    steps = [axis for hosts in registry.host_axes.values() for axis in (hosts.within, hosts.across)]
+    registry.separate_reductions(steps, world_axis(device=device))
     if len(set(registry.hosts.values())) < 2:
         words = ", ".join(f"wire.{name} = {value}" for name, value in encoded.items())
         log_once(

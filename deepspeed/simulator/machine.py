@@ -129,6 +129,21 @@ class Machine:
         size, hosts = len(group), len({rank // self.ranks for rank in group})
         if size < 2:
             return 0.0, 0.0
+        within, across = self.traffic(name, nbytes, group)
+        if hosts == 1:
+            return within / self.collective, self.latency
+        if not self.between:
+            raise ArgumentError(f"ranks {group[0]}–{group[-1]} are on {hosts} hosts, and the machine file says nothing "
+                                "of a network: give `between`, in bytes per second and rank")  # fmt: skip
+        within = within if size > hosts else 0.0
+        return max(within / self.collective, across / self.between), self.latency_between
+
+    def traffic(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
+        """Return the bytes of a message or collective that a rank receives: (in all, from other hosts).
+
+        In an all-to-all the first number is that of bytes from its own host. Arguments as in `message`.
+        """
+        size, hosts = len(group), len({rank // self.ranks for rank in group})
         turns, local = (2 if name == "all_reduce" else 1), max(1, size // hosts)
         if name in ("broadcast", "send"):
             within, across = nbytes, nbytes / local if name == "broadcast" else nbytes
@@ -136,13 +151,7 @@ class Machine:
             within, across = nbytes * (local - 1) / size, nbytes * (size - local) / size
         else:
             within, across = nbytes * (size - 1) / size, nbytes * (hosts - 1) / hosts / local
-        if hosts == 1:
-            return turns * within / self.collective, self.latency
-        if not self.between:
-            raise ArgumentError(f"ranks {group[0]}–{group[-1]} are on {hosts} hosts, and the machine file says nothing "
-                                "of a network: give `between`, in bytes per second and rank")  # fmt: skip
-        within = within if local > 1 else 0.0
-        return turns * max(within / self.collective, across / self.between), self.latency_between
+        return turns * within, turns * across if hosts > 1 else 0.0
 
     def moved(self, **factors: float) -> Machine:
         """Return a copy with some attributes multiplied by factors: `moved(matrix_efficiency=1.25)`."""

@@ -38,6 +38,8 @@ class Cell:
     own_stream: bool = False
     small_buckets: bool = False
     wire: str = ""  # codec of gradients and weights within the host; not a column of the table
+    hosts: bool = False  # the codec is for messages between hosts instead; not a column either
+    secondary: bool = False  # secondary shards of stage 3 on two ranks; not a column either
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"ranks{self.ranks}", self.dtype, self.tier, f"acc{self.accumulation}"]

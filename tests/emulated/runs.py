@@ -113,9 +113,12 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
         "zero_optimization": zero,
     }
+    if cell.secondary:
+        zero["zero_hpz_partition_size"] = 2
     if cell.wire:
-        weights = {"weights_within_host": cell.wire} if cell.stage else {}
-        entries["wire"] = {"gradients_within_host": cell.wire, **weights}
+        where = "" if cell.hosts else "_within_host"
+        weights = {f"weights{where}": cell.wire} if cell.stage else {}
+        entries["wire"] = {f"gradients{where}": cell.wire, **weights}
     if cell.dtype == "fp16":
         entries["fp16"] = {"enabled": True, "initial_scale_power": 8}
     elif cell.dtype != "fp32":

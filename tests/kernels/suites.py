@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.triton
-from tests.kernels import attention_cases, product_cases, row_cases, sampling_cases
+from tests.kernels import attention_cases, block_cases, product_cases, row_cases, sampling_cases
 
 FOLDER = Path(deepspeed.ops.triton.__file__).parent
 
@@ -69,9 +69,18 @@ SAMPLING_EQUIVALENT = (
     ("low, high = -1, 0x7F800000", "'1' value"),
     ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
 )
+# Places beyond a block's length or the last block are not stored, and count as zeros before. Zeros are chosen before
+# signs.
+BLOCK_EQUIVALENT = (
+    ("mask=there, other=0", "'0' value"),
+    ("tl.load(target", "'0' value"),
+    ("other=0).to(tl.int32)", "'0' value"),
+    ("endless = ", "GtE"),
+)
 SUITES = {
     "paged_attention": Suite("paged_attention", attention_cases.checks, ATTENTION_EQUIVALENT),
     "row_kernels": Suite("row_kernels", row_cases.checks, ROW_EQUIVALENT),
     "sampling_kernels": Suite("sampling_kernels", sampling_cases.checks, SAMPLING_EQUIVALENT),
+    "block_kernels": Suite("block_kernels", block_cases.checks, BLOCK_EQUIVALENT),
     "packed_products": Suite("packed_products", product_cases.checks, PRODUCT_EQUIVALENT),
 }

@@ -1,4 +1,4 @@
-"""Kernels of rows, sampling and packed products by Triton's interpreter, against references and the CPU's sampler."""
+"""Kernels of rows, sampling, packed products and messages by Triton's interpreter, against references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.suites import SUITES  # noqa: E402
 
 CHECKS = {
     (suite, name): check
-    for suite in ("row_kernels", "sampling_kernels", "packed_products")
+    for suite in ("row_kernels", "sampling_kernels", "packed_products", "block_kernels")
     for name, check in SUITES[suite].checks().items()
 }
 

@@ -16,7 +16,7 @@ A block with an infinity or NaN keeps those values and loses the others: its sca
 codes of inf and -inf are 1 and -1, that of NaN is the lowest (-128 or -8), all others are 0. An fp16 value of 65504, or
 a bf16 value of 3.39e38, can be decoded to an fp16 or bf16 infinity because the rounded scale may be larger.
 
-Native kernels (`native/codec.cpp`) and the torch form, used on devices and without the library, give the same bits.
+Native kernels (`native/codec.cpp`), device kernels and the torch form (`block_table.py`) give the same bits.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.comm.collectives.block_table import BlockTable, Parts, StackedTable, total_of
 from deepspeed.errors import ArgumentError
 from deepspeed.native import KINDS, library, threads
 
-__all__ = ["BlockCodec", "BlockLayout"]
+__all__ = ["BlockCodec", "BlockLayout", "join", "uses_library"]
 
 _LARGEST_BLOCK = 1024
 _PAYLOAD = len(KINDS)  # the kind of an encoded part of a sum in codec.cpp
-_SMALLEST_SCALE, _NAN_SCALE = 0x0080, 0x7FC0  # bits of the smallest normal bf16 and of NaN
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class BlockLayout:
         numel: number of values.
         blocks: number of blocks.
         nbytes: size of a payload: 2 * blocks + the sum of ceil(length * bits / 8) over the segments.
+        lengths: number of values of each segment.
     """
 
     def __init__(self, codec: BlockCodec, borders: tuple[int, ...]) -> None:
@@ -88,8 +89,7 @@ class BlockLayout:
         sizes = [-(-length * codec.bits // 8) for length in lengths]
         self.blocks = sum(counts)
         self.nbytes = 2 * self.blocks + sum(sizes)
-        self._element_runs = _runs_of(lengths, counts, codec.block)
-        self._byte_runs = _runs_of(sizes, counts, codec.block * codec.bits // 8)
+        self.lengths = lengths
         # Owned here, because the structure has only their addresses.
         self._tables = [
             array("q", borders),
@@ -120,7 +120,7 @@ class BlockLayout:
         if not self.numel:
             return
         if native is None:
-            _encode_in_torch(self, values.detach(), payload, memory, beta)
+            self._stacked.one.encode(values.detach(), payload, memory, beta)
             return
         place = None if memory is None else memory.data_ptr()
         native.ds_block_encode(
@@ -136,7 +136,7 @@ class BlockLayout:
         if not self.numel:
             return
         if native is None:
-            out.copy_(_decode_in_torch(self, payload))
+            self._stacked.one.decode(payload, out)
             return
         native.ds_block_decode(
             ctypes.byref(self._native), payload.data_ptr(), out.data_ptr(), KINDS[out.dtype], threads()
@@ -161,7 +161,7 @@ class BlockLayout:
         if not self.numel:
             return
         if native is None:
-            _sum_in_torch(self, parts, out, scale, add)
+            self._sum_in_torch(parts, out, scale, add)
             return
         # Plain arrays: each ctypes array type is a new class, which only the garbage collector frees.
         addresses = array("Q", [part.data_ptr() for part in parts])
@@ -172,13 +172,31 @@ class BlockLayout:
         )  # fmt: skip
 
     def relative_error(self, values: Tensor, payload: Tensor) -> Tensor:
-        """Return sqrt(sum((values - decoded)^2) / sum(values^2)) in float64, 0 for zeros; for monitors, in torch."""
+        """Return sqrt(sum((values - decoded)^2) / sum(values^2)) in float64, 0 for zeros; for monitors."""
         self._check_values("values", values, values)
         self._check_payload("payload", payload, values)
         wide = values.detach().double()
-        error = (wide - _decode_in_torch(self, payload)).square().sum()
+        decoded = torch.empty(self.numel, dtype=torch.float32, device=values.device)
+        self.decode(payload, decoded)
+        error = (wide - decoded).square().sum()
         total = wide.square().sum()
         return torch.where(total == 0, total, (error / total).sqrt())
+
+    @cached_property
+    def _stacked(self) -> StackedTable:
+        return StackedTable(self.codec.bits, self.codec.block, self.lengths)
+
+    def _sum_in_torch(self, parts: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
+        stacked = Parts.of(parts, self.nbytes)
+        if stacked is not None:
+            self._stacked.sum(stacked, out, scale, add)
+            return
+        terms = list(parts)
+        for index, part in enumerate(parts):
+            if part.dtype == torch.uint8:
+                terms[index] = torch.empty(self.numel, dtype=torch.float32, device=out.device)
+                self._stacked.one.decode(part, terms[index])
+        total_of(terms, out, scale, add)
 
     def _check_values(self, name: str, tensor: Tensor, like: Tensor) -> None:
         if tensor.dtype not in KINDS:
@@ -221,6 +239,16 @@ def _layout_of(codec: BlockCodec, borders: tuple[int, ...]) -> BlockLayout:
     return BlockLayout(codec, borders)
 
 
+def join(codec: BlockCodec, parts: Sequence[tuple[BlockLayout, int, int]]) -> BlockTable:
+    """Return a table of the blocks of several layouts, each with the index of its first value and first byte."""
+    return BlockTable(codec.bits, codec.block, [(layout.lengths, value, byte) for layout, value, byte in parts])
+
+
+def uses_library(tensor: Tensor) -> bool:
+    """Return whether the native library encodes this tensor."""
+    return _functions(tensor) is not None
+
+
 def _functions(tensor: Tensor) -> Any:
     """Return the native library, with the types of its functions; None if it cannot be used for this tensor."""
     native = library() if tensor.device.type == "cpu" else None
@@ -235,96 +263,3 @@ def _functions(tensor: Tensor) -> Any:
             function = getattr(native, name)
             function.argtypes, function.restype = arguments, None
     return native
-
-
-# -- the torch form: tables of one row per block, padded with zeros ---------------------------------------------------
-
-# (start, stop, start in the padded table) of contiguous data.
-_Runs = list[tuple[int, int, int]]
-
-
-def _runs_of(lengths: Sequence[int], counts: Sequence[int], width: int) -> _Runs:
-    """Place segments of these lengths into rows of `width`; segments without padding between them are one run."""
-    runs: _Runs = []
-    start = row = 0
-    for length, count in zip(lengths, counts, strict=True):
-        if runs and runs[-1][2] + start - runs[-1][0] == row * width:
-            runs[-1] = (runs[-1][0], start + length, runs[-1][2])
-        else:
-            runs.append((start, start + length, row * width))
-        start, row = start + length, row + count
-    return runs
-
-
-def _padded(flat: Tensor, runs: _Runs, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    if len(runs) == 1 and flat.numel() == rows * width:
-        return flat.to(dtype).view(rows, width)
-    table = torch.zeros(rows * width, dtype=dtype, device=flat.device)
-    for start, stop, to in runs:
-        table[to : to + stop - start].copy_(flat[start:stop])
-    return table.view(rows, width)
-
-
-def _unpad(table: Tensor, runs: _Runs, flat: Tensor) -> None:
-    padded = table.reshape(-1)
-    for start, stop, place in runs:
-        flat[start:stop].copy_(padded[place : place + stop - start])
-
-
-def _encode_in_torch(layout: BlockLayout, values: Tensor, payload: Tensor, memory: Tensor | None, beta: float) -> None:
-    codec, rows = layout.codec, layout.blocks
-    elements = layout._element_runs
-    x = _padded(values, elements, rows, codec.block, torch.float32)
-    errors = None if memory is None else _padded(memory, elements, rows, codec.block, torch.float32)
-    if errors is not None:
-        x = x + errors
-    most = x.abs().amax(1)
-    # By a tensor: devices multiply by the reciprocal of a number.
-    bits = (most / torch.full_like(most, codec.limit)).to(torch.bfloat16).view(torch.int16)
-    bits = bits.masked_fill(bits < _SMALLEST_SCALE, 0).masked_fill(most.isnan(), _NAN_SCALE)
-    scale, finite = bits.view(torch.bfloat16).float(), most.isfinite()[:, None]
-    inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
-    special = x.sign().masked_fill(x.isfinite(), 0).masked_fill(x.isnan(), -codec.limit - 1)
-    codes = torch.where(finite, (x * inverse[:, None]).round(), special).to(torch.int8)
-    payload[: 2 * rows].view(torch.int16).copy_(bits)
-    packed = codes.view(torch.uint8)
-    if codec.bits == 4:
-        packed = (packed[:, 0::2] & 0x0F) | (packed[:, 1::2] << 4)
-    _unpad(packed, layout._byte_runs, payload[2 * rows : layout.nbytes])
-    if memory is not None and errors is not None:
-        remaining = beta * errors + (1.0 - beta) * (x - codes.float() * scale[:, None])
-        _unpad(torch.where(finite, remaining, 0.0), elements, memory)
-
-
-def _decode_in_torch(layout: BlockLayout, payload: Tensor) -> Tensor:
-    """Return the values in fp32."""
-    codec, rows = layout.codec, layout.blocks
-    width = codec.block * codec.bits // 8
-    scale = payload[: 2 * rows].view(torch.bfloat16).float()[:, None]
-    codes = _padded(payload[2 * rows : layout.nbytes], layout._byte_runs, rows, width, torch.uint8)
-    if codec.bits == 4:
-        halves = torch.stack([codes & 0x0F, codes >> 4], 2).view(rows, codec.block)
-        signed = (halves ^ 8).float() - 8
-    else:
-        signed = codes.view(torch.int8).float()
-    special = torch.where(signed == 0, 0.0, signed * float("inf"))
-    special = special.masked_fill(signed == -codec.limit - 1, float("nan"))
-    values = torch.where(scale.isfinite(), signed * scale, special)
-    flat = torch.empty(layout.numel, dtype=torch.float32, device=payload.device)
-    _unpad(values, layout._element_runs, flat)
-    return flat
-
-
-def _sum_in_torch(layout: BlockLayout, parts: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
-    total: Tensor | None = None
-    for part in parts:
-        encoded = part.dtype == torch.uint8
-        wide = _decode_in_torch(layout, part) if encoded else part.detach().to(torch.float32, copy=total is None)
-        total = wide if total is None else total.add_(wide)
-    if total is None:
-        return
-    if scale != 1.0:
-        total.mul_(scale)
-    if add:
-        total.add_(out)
-    out.copy_(total)

@@ -15,8 +15,9 @@ from typing import Protocol
 
 import torch
 
-from deepspeed.comm.collectives import collectives
-from deepspeed.comm.collectives.block_codec import BlockCodec
+from deepspeed.comm.collectives import collectives, hierarchical
+from deepspeed.comm.collectives.block_codec import BlockCodec, BlockLayout, join, uses_library
+from deepspeed.comm.collectives.block_table import BlockTable
 from deepspeed.comm.collectives.collectives import Handle, Scratch, sum_in_rank_order
 from deepspeed.comm.process_groups.axis import Axis, HostAxes, axes_here, tag_of
 from deepspeed.comm.watchdog.comms_logger import EncodedMessages, comms_logger
@@ -24,6 +25,7 @@ from deepspeed.foundation.spans import CALL, now, recorder
 
 # Slices of a message start at multiples of this many bytes, for aligned loads of the scales.
 _ALIGN = 64
+_CAST_BYTES = 2
 
 
 class Layout(Protocol):
@@ -142,16 +144,20 @@ class EncodedSlices:
         codec: rule that encodes each slice.
         cuts: slice boundaries: rank r owns [cuts[r], cuts[r + 1]).
         borders: boundaries of parameters in the flat tensor, ascending; blocks of a codec do not cross them.
+        alike: every encoded slice takes as many bytes as the largest, so that a backend moves them by one collective.
 
     Attributes:
         byte_cuts: boundaries of the encoded slices, in bytes.
     """
 
-    def __init__(self, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> None:
+    def __init__(self, codec: Codec, cuts: Sequence[int], borders: Sequence[int], alike: bool = False) -> None:
         self.codec, self.cuts = codec, tuple(cuts)
         self.layouts = [codec.layout(_within(borders, *span)) for span in itertools.pairwise(self.cuts)]
         lengths = [-(-layout.nbytes // _ALIGN) * _ALIGN for layout in self.layouts]
+        if alike:
+            lengths = [max(lengths)] * len(lengths)
         self.byte_cuts = tuple(itertools.accumulate(lengths, initial=0))
+        self._tables: dict[tuple[int, ...], BlockTable | None] = {}  # by encoded ranks
 
     @property
     def nbytes(self) -> int:
@@ -164,15 +170,36 @@ class EncodedSlices:
 
     def encode(
         self,
-        rank: int,
-        own: torch.Tensor,
+        ranks: Sequence[int],
+        flat: torch.Tensor,
         payload: torch.Tensor,
         label: str,
         memory: torch.Tensor | None = None,
         beta: float = 0.0,
     ) -> None:
-        """Encode a rank's slice `own` into a payload of all slices; other arguments as in `encode_slice`."""
-        self.encode_slice(rank, own, self.bytes_of(payload, rank), label, memory, beta)
+        """Encode slices of `flat` into a payload of all slices.
+
+        Args:
+            ranks: owners of the slices.
+            label: name of the collective, whose first word is the operation in the comms logger.
+            memory: error memory of `flat`; None: none.
+            beta: see `ErrorFeedback`.
+        """
+        table = None if uses_library(flat) else self._table(tuple(ranks))
+        if table is None:
+            for rank in ranks:
+                span = slice(self.cuts[rank], self.cuts[rank + 1])
+                errors = None if memory is None else memory[span]
+                self.encode_slice(rank, flat[span], self.bytes_of(payload, rank), label, errors, beta)
+            return
+        spans = {rank: slice(self.cuts[rank], self.cuts[rank + 1]) for rank in ranks if self.layouts[rank].numel}
+        messages = [
+            (self.layouts[r], flat[span], None if memory is None else memory[span]) for r, span in spans.items()
+        ]
+        report = _Report(self.codec.name, label, messages)
+        with report.span:
+            table.encode(flat, payload, memory, beta)
+        report.finish([self.bytes_of(payload, rank) for rank in spans])
 
     def encode_slice(
         self,
@@ -183,38 +210,77 @@ class EncodedSlices:
         memory: torch.Tensor | None = None,
         beta: float = 0.0,
     ) -> None:
-        """Encode a rank's slice `own` into its encoded form `part`.
-
-        Args:
-            label: name of the collective, whose first word is the operation in the comms logger.
-            memory: error memory of the slice; None: none.
-            beta: see `ErrorFeedback`.
-        """
+        """Encode a rank's slice `own` into its encoded form `part`; `memory` is that of the slice."""
         if not own.numel():
             return
-        layout, begun = self.layouts[rank], now()
-        with recorder.span(CALL, f"encode of {label.partition(' of ')[2]}"):
-            looks = comms_logger.enabled or error_sample.due
-            sent = own.float() + memory if looks and memory is not None else own
+        layout = self.layouts[rank]
+        report = _Report(self.codec.name, label, [(layout, own, memory)])
+        with report.span:
             layout.encode(own, part, memory, beta)
-        operation, milliseconds = label.partition(" ")[0], (now() - begun) / 1e6
-        logged, sampled = comms_logger.wants(operation, False), error_sample.due and operation == "reduce"
-        if not (logged or sampled):
-            return
-        decoded = torch.empty(own.numel(), device=own.device)
-        layout.decode(part, decoded)
-        message = EncodedMessages(self.codec.name)
-        message.note(sent, decoded, layout.nbytes, milliseconds)
-        if sampled:
-            error_sample.due, error_sample.value = False, message.relative_error
-        if logged:
-            comms_logger.encoded.setdefault(operation, EncodedMessages(self.codec.name)).add(message)
+        report.finish([part])
 
     def decode(self, payload: torch.Tensor, full: torch.Tensor) -> None:
         """Decode a payload of all slices into the flat tensor."""
+        table = None if uses_library(full) else self._table(tuple(range(len(self.layouts))))
+        if table is not None:
+            table.decode(payload, full)
+            return
+        if isinstance(self.codec, CastCodec) and self.byte_cuts == tuple(cut * _CAST_BYTES for cut in self.cuts):
+            full[: self.cuts[-1]].copy_(payload.view(self.codec.dtype))
+            return
         for rank, layout in enumerate(self.layouts):
             if layout.numel:
                 layout.decode(self.bytes_of(payload, rank), full[self.cuts[rank] : self.cuts[rank + 1]])
+
+    def _table(self, ranks: tuple[int, ...]) -> BlockTable | None:
+        """Return a table of the blocks of these ranks' slices; None for other codecs."""
+        if not isinstance(self.codec, BlockCodec):
+            return None
+        if ranks not in self._tables:
+            parts = [
+                (layout, self.cuts[rank], self.byte_cuts[rank])
+                for rank, layout in enumerate(self.layouts)
+                if rank in ranks and isinstance(layout, BlockLayout)
+            ]
+            self._tables[ranks] = join(self.codec, parts)
+        return self._tables[ranks]
+
+
+class _Report:
+    """Time and errors of one encoding, for the comms logger and for monitors; neither is measured if nobody asks.
+
+    Args:
+        codec: name of the codec.
+        label: name of the collective, whose first word is the operation in the comms logger.
+        messages: layout, values and error memory (or None) of each encoded slice, before it is encoded.
+    """
+
+    def __init__(
+        self, codec: str, label: str, messages: Sequence[tuple[Layout, torch.Tensor, torch.Tensor | None]]
+    ) -> None:
+        self._codec, self._operation = codec, label.partition(" ")[0]
+        self._logged = comms_logger.wants(self._operation, False)
+        self._sampled = error_sample.due and self._operation == "reduce"
+        measured = messages if self._logged else messages[: int(self._sampled)]
+        self._sent = [
+            (layout, values if memory is None else values.float() + memory) for layout, values, memory in measured
+        ]
+        self.span = recorder.span(CALL, f"encode of {label.partition(' of ')[2]}")
+        self._begun = now()
+
+    def finish(self, parts: Sequence[torch.Tensor]) -> None:
+        """Measure after encoding; `parts` are the encoded slices."""
+        milliseconds = (now() - self._begun) / 1e6
+        for (layout, sent), part in zip(self._sent, parts, strict=False):
+            decoded = torch.empty(sent.numel(), device=sent.device)
+            layout.decode(part, decoded)
+            message = EncodedMessages(self._codec)
+            message.note(sent, decoded, layout.nbytes, milliseconds)
+            milliseconds = 0.0  # the time is that of all slices
+            if self._sampled:
+                error_sample.due, error_sample.value, self._sampled = False, message.relative_error, False
+            if self._logged:
+                comms_logger.encoded.setdefault(self._operation, EncodedMessages(self._codec)).add(message)
 
 
 class ErrorSample:
@@ -246,11 +312,21 @@ def _within(borders: Sequence[int], low: int, high: int) -> tuple[int, ...]:
 
 
 def two_steps(axis: Axis, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> TwoSteps | None:
-    """Return the two steps of an axis that spans hosts; None if its hosts are unlike or do not share memory."""
+    """Return the two steps of an axis that spans hosts; None if its hosts are unlike or do not share memory.
+
+    Devices need no shared memory, but slices of equal length.
+    """
     hosts = axes_here().host_axes.get(axis.ranks)
-    if hosts is None or hosts.within.shared is None or not hosts.across.tagged:
+    if hosts is None or hosts.within.group is None:
         return None
-    return TwoSteps(hosts, codec, cuts, borders)
+    shares = hosts.within.shared is not None and hosts.across.tagged
+    between_devices = not hosts.within.tagged and axis.is_even(cuts)
+    return TwoSteps(hosts, codec, cuts, borders) if shares or between_devices else None
+
+
+def move_together(axis: Axis, cuts: Sequence[int]) -> bool:
+    """Return whether encoded slices should have equal lengths: on devices, for slices of equal length."""
+    return not axis.tagged and axis.is_even(cuts)
 
 
 @dataclass(frozen=True)
@@ -260,16 +336,22 @@ class Encoding:
     Args:
         slices: encoded form.
         payload: 1-D uint8 tensor of `slices.nbytes` bytes; must not change until the message has been sent.
-        memory: error memory of the flat tensor, or of the own slice if only this one is encoded; None: none.
+        memory: returns the error memory of the flat tensor (in an all-gather, of the own slice) when it is encoded;
+            None: none.
         beta: see `ErrorFeedback`.
         copy: in an all-gather, gets a copy of the own encoded slice; None: no copy.
     """
 
     slices: EncodedSlices
     payload: torch.Tensor
-    memory: torch.Tensor | None = None
+    memory: Callable[[], torch.Tensor] | None = None
     beta: float = 0.0
     copy: torch.Tensor | None = None
+
+    def encode(self, ranks: Sequence[int], flat: torch.Tensor, label: str) -> None:
+        """Encode slices of `flat` into the payload; see `EncodedSlices.encode`."""
+        memory = None if self.memory is None else self.memory()
+        self.slices.encode(ranks, flat, self.payload, label, memory, self.beta)
 
 
 def reduce_to_owners(
@@ -288,19 +370,23 @@ def reduce_to_owners(
         finish: called with the contributions in rank order, to be summed by `Layout.sum`: encoded ones, but this rank's
             as it is; may return the handle of a next phase.
     """
-    slices, memory, payload = encoding.slices, encoding.memory, encoding.payload
-    own = slice(slices.cuts[axis.rank], slices.cuts[axis.rank + 1])
-    for rank in axis.peers:
-        span = slice(slices.cuts[rank], slices.cuts[rank + 1])
-        slices.encode(rank, flat[span], payload, label, None if memory is None else memory[span], encoding.beta)
-    nbytes = slices.layouts[axis.rank].nbytes
+    slices = encoding.slices
+    encoding.encode(axis.peers, flat, label)
 
     def arrived(parts: list[torch.Tensor]) -> Handle | None:
-        return finish([flat[own] if r == axis.rank else part[:nbytes] for r, part in enumerate(parts)])
+        return finish(_contributions(axis, flat, slices, parts))
 
     return collectives.reduce_to_owners(
-        axis, payload, slices.byte_cuts, tag, label, arrived, scratch, in_rank_order=True
+        axis, encoding.payload, slices.byte_cuts, tag, label, arrived, scratch, in_rank_order=True
     )
+
+
+def _contributions(
+    axis: Axis, flat: torch.Tensor, slices: EncodedSlices, parts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the contributions to this rank's slice in rank order: received ones, and the own one as it is."""
+    nbytes, own = slices.layouts[axis.rank].nbytes, slice(slices.cuts[axis.rank], slices.cuts[axis.rank + 1])
+    return [flat[own] if rank == axis.rank else part[:nbytes] for rank, part in enumerate(parts)]
 
 
 def all_gather(
@@ -314,8 +400,9 @@ def all_gather(
         any_order: ranks may call this in different orders, as in `collectives.share`.
     """
     slices, payload = encoding.slices, encoding.payload
-    own = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]]
-    slices.encode(axis.rank, own, payload, label, encoding.memory, encoding.beta)
+    own, part = full[slices.cuts[axis.rank] : slices.cuts[axis.rank + 1]], slices.bytes_of(payload, axis.rank)
+    memory = None if encoding.memory is None else encoding.memory()
+    slices.encode_slice(axis.rank, own, part, label, memory, encoding.beta)
     if encoding.copy is not None:  # before the messages, which write to the payload
         encoding.copy.copy_(slices.bytes_of(payload, axis.rank))
     start = collectives.share if any_order else collectives.spread
@@ -324,12 +411,16 @@ def all_gather(
 
 
 class TwoSteps:
-    """Encoded messages of an axis that spans hosts, whose ranks on a host share memory.
+    """Encoded messages of an axis that spans hosts, whose ranks on a host share memory, or have devices.
 
     [Note: two steps over hosts] A reduction sums the contributions of a host's ranks first, exactly, in shared memory:
     the rank with position l sums the slices of all owners with position l. Then only these sums are encoded, and sent
     to the owners: with n ranks on a host, 1/n of the bytes of messages from each rank to each owner. In an all-gather,
     an encoded slice is sent to one rank of each other host, which shares the decoded values with its neighbours.
+
+    On devices, both steps of a reduction are started at once, from a side stream on which the sums are formed and
+    encoded (`hierarchical.aside`). An all-gather has one step there, since a backend's ring brings each byte to a host
+    once.
 
     Args:
         hosts: axes of the two steps.
@@ -342,7 +433,7 @@ class TwoSteps:
     """
 
     def __init__(self, hosts: HostAxes, codec: Codec, cuts: Sequence[int], borders: Sequence[int]) -> None:
-        self.within, self.across = hosts.within, hosts.across
+        self.within, self.across = hosts.within.reductions, hosts.across.reductions
         size, place = self.within.size, self.within.rank
         self.spans = [(cuts[first + place], cuts[first + place + 1]) for first in range(0, len(cuts) - 1, size)]
         own_cuts = list(itertools.accumulate((high - low for low, high in self.spans), initial=0))
@@ -351,7 +442,8 @@ class TwoSteps:
             for start, span in zip(own_cuts[:-1], self.spans, strict=True)
             for border in _within(borders, *span)
         }
-        self.slices = EncodedSlices(codec, own_cuts, sorted({*inside, *own_cuts}))
+        alike = move_together(self.within, own_cuts)
+        self.slices = EncodedSlices(codec, own_cuts, sorted({*inside, *own_cuts}), alike)
         of_hosts = [cuts[first : first + size + 1] for first in range(0, len(cuts) - 1, size)]
         self.starts = [host[0] for host in of_hosts]
         self.blocks = [[cut - host[0] for cut in host] for host in of_hosts]
@@ -367,7 +459,7 @@ class TwoSteps:
     def reduce(
         self,
         flat: torch.Tensor,
-        encoding: Callable[[], Encoding],
+        encoding: Encoding,
         seq: int,
         label: str,
         finish: Callable[[list[torch.Tensor]], Handle | None],
@@ -376,10 +468,12 @@ class TwoSteps:
         """Do `reduce_to_owners` in two steps.
 
         Args:
-            encoding: called after the first step.
+            encoding: encoded form of the sums; its memory is asked for after the first step.
             seq: number of the call.
             finish: gets one sum for each host.
         """
+        if not self.within.tagged:
+            return self._reduce_between_devices(flat, encoding, label, finish, scratch)
         cuts, tags = self.slices.cuts, self._tags(collectives.EXCHANGE, seq)
         sums = torch.empty(cuts[-1], dtype=torch.float32, device=flat.device)
         steps: list[Handle] = []
@@ -391,7 +485,28 @@ class TwoSteps:
 
             part = flat[start : start + block[-1]]
             steps.append(collectives.reduce_to_owners(self.within, part, block, tags[0][index], label, add))
-        return _after(steps, lambda: reduce_to_owners(self.across, sums, encoding(), tags[1], label, finish, scratch))
+        return _after(steps, lambda: reduce_to_owners(self.across, sums, encoding, tags[1], label, finish, scratch))
+
+    def _reduce_between_devices(
+        self,
+        flat: torch.Tensor,
+        encoding: Encoding,
+        label: str,
+        finish: Callable[[list[torch.Tensor]], Handle | None],
+        scratch: Scratch,
+    ) -> Handle:
+        slices, within, across = self.slices, self.within, self.across
+        flat = flat[: self.starts[-1] + self.blocks[-1][-1]]
+        sums = torch.empty(slices.cuts[-1], dtype=torch.float32, device=flat.device)
+        received = scratch(encoding.payload)  # here, since memory of the side stream must not be used later
+        with hierarchical.aside(flat.device):
+            hierarchical.sum_within_host(within, across.size, flat, sums, label)
+            encoding.encode(across.peers, sums, label)
+            works, parts = collectives.exchange(
+                across, encoding.payload, slices.byte_cuts, 0, label, lambda _payload: received
+            )
+        nbytes = flat.nbytes // within.size * (within.size - 1) + received.nbytes // across.size * (across.size - 1)
+        return Handle(across, label, works, lambda: finish(_contributions(across, sums, slices, parts)), flat, nbytes)
 
     def all_gather(self, full: torch.Tensor, encoding: Encoding, seq: int, label: str) -> Handle:
         """Do `all_gather` in two steps, in any order; `seq` numbers the calls."""
@@ -432,6 +547,7 @@ __all__ = [
     "Wire",
     "all_gather",
     "error_sample",
+    "move_together",
     "reduce_to_owners",
     "two_steps",
 ]

@@ -60,19 +60,10 @@ def reduce_to_owners(
     within, count, share = hosts.within, hosts.count, cuts[1]
     flat = flat[: cuts[-1]]
 
-    def exchange_within() -> list[Any]:
-        """Start to exchange the slices between the ranks of a host."""
-        with _together(within.group, flat.device, async_ops=True) as group:
-            for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
-                _all_to_all(out, stretch, group=within.group, async_op=True)
-        return group.works
-
     sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
     received = scratch(sums)
     with aside(flat.device):
-        table = torch.empty_like(flat)  # by host: the slices from each rank of this host
-        collectives.wait_all(within, label, post(within, label, exchange_within))
-        torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
+        sum_within_host(within, count, flat, sums, label)
         alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]
         works = post(axis, label, lambda: [_all_to_all(received, sums, alike, alike, group=axis.group, async_op=True)])
     pending = [sums]  # until it has been sent
@@ -83,6 +74,31 @@ def reduce_to_owners(
 
     nbytes = flat.nbytes // within.size * (within.size - 1) + sums.nbytes // count * (count - 1)
     return Handle(axis, label, works, arrived, flat, nbytes)
+
+
+def sum_within_host(within: Axis, count: int, flat: torch.Tensor, sums: torch.Tensor, label: str) -> None:
+    """Sum, over the ranks of a host, the slices of the owners with this rank's position on every host.
+
+    The current stream waits for the messages. All ranks of the host must call this, inside of `aside`.
+
+    Args:
+        within: ranks of this host.
+        count: number of hosts.
+        flat: 1-D contribution of this rank, in equal slices for the ranks of all hosts.
+        sums: gets the fp32 sums: the slice of this rank's position on the first host, on the second, and so on.
+        label: name of the collective in error reports.
+    """
+
+    def exchange() -> list[Any]:
+        with _together(within.group, flat.device, async_ops=True) as group:
+            for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
+                _all_to_all(out, stretch, group=within.group, async_op=True)
+        return group.works
+
+    table = torch.empty_like(flat)  # by host: the slices from each rank of this host
+    collectives.wait_all(within, label, post(within, label, exchange))
+    rows = sums.view(count, -1)
+    torch.sum(table.view(count, within.size, -1), 1, dtype=torch.float32, out=rows)
 
 
 def reduce_to_copies(

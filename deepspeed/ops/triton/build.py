@@ -23,7 +23,7 @@ from typing import Any
 
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
-from deepspeed.ops.triton.row_variants import row_variants
+from deepspeed.ops.triton.row_variants import block_variants, row_variants
 from deepspeed.ops.triton.variants import DTYPES, KernelForm, all_variants
 
 COMPILED = Path(__file__).parent / "compiled"  # default folder
@@ -223,7 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
     dtypes = tuple(names[name] for name in options.dtype)
     heads = tuple(options.head_size)
     attention = all_variants(dtypes, heads, tuple(options.page_size), caps)
-    manifest = build(options.folder, options.arch, [*attention, *row_variants(dtypes, heads, tuple(options.width))])
+    rows = row_variants(dtypes, heads, tuple(options.width))
+    manifest = build(options.folder, options.arch, [*attention, *rows, *block_variants()])
     log_rank0(f"{sum(map(len, manifest['kernels'].values()))} kernels in {options.folder}\n{table(manifest)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Variants of the kernels of rows, of sampling and of packed products: arguments, constants, and how they are compiled.
+"""Variants of the kernels of rows, sampling, packed products and messages: arguments, constants, how they are built.
 
 This module needs neither Triton nor a device.
 """
@@ -12,7 +12,9 @@ import torch
 
 from deepspeed.ops.triton.variants import DTYPES
 
-ROWS, SAMPLING, PRODUCTS = "row_kernels", "sampling_kernels", "packed_products"
+ROWS, SAMPLING, PRODUCTS, BLOCKS = "row_kernels", "sampling_kernels", "packed_products", "block_kernels"
+BLOCK_SIZE = 256  # elements of a block of messages
+_TABLE = "starts:*i32 lengths:*i32 scale_places:*i32 code_places:*i32 blocks"
 # Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
 ARGUMENTS: dict[str, tuple[str, str]] = {
     "norm_rows": (
@@ -39,6 +41,13 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "int4_product": (
         PRODUCTS, "inputs:* integers:*u8 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs "
         "inputs_ has_bias",
+    ),
+    "encode_blocks": (
+        BLOCKS, f"values:* memory:*bf16 payload:*u8 scales:*i16 {_TABLE} beta:fp32 renewed:fp32",
+    ),
+    "decode_blocks": (BLOCKS, f"payload:*u8 scales:*i16 out:* {_TABLE}"),
+    "sum_blocks": (
+        BLOCKS, f"payload:*u8 scales:*i16 own:* out:*fp32 {_TABLE} count own_rank stride scale:fp32 add",
     ),
 }  # fmt: skip
 
@@ -72,7 +81,9 @@ class KernelVariant:
     @property
     def aligned(self) -> frozenset[str]:
         """Arguments that are multiples of 16, as in `variants.Variant`; in sampling, whose vocabularies have any
-        size, addresses alone."""
+        size, addresses alone; of messages, none, since slices start anywhere."""
+        if self.module == BLOCKS:
+            return frozenset()
         strides = () if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_")
         names = self.signature.items()
         return frozenset(
@@ -148,6 +159,22 @@ def product_variant(dtype: torch.dtype, bits: int, rows: int = 1) -> KernelVaria
 def product_variants(dtype: torch.dtype, bits: int) -> list[KernelVariant]:
     """Variants of the product for all numbers of rows."""
     return [product_variant(dtype, bits, 16 * tiles) for tiles in TILES]
+
+
+def block_variant(kernel: str, dtype: torch.dtype, bits: int, memory: bool = False) -> KernelVariant | None:
+    """Variant of a kernel of messages for values of a dtype; None if there is none."""
+    if dtype not in DTYPES:
+        return None
+    sizes = (("BLOCK", BLOCK_SIZE), ("ROWS", 4), ("BITS", bits))
+    return KernelVariant(kernel, dtype, (*sizes, ("MEMORY", int(memory))) if kernel == "encode_blocks" else sizes)
+
+
+def block_variants() -> list[KernelVariant]:
+    """Return the variants of the kernels of messages."""
+    kinds = [("encode_blocks", False), ("encode_blocks", True), ("decode_blocks", False), ("sum_blocks", False)]
+    forms = [(*kind, dtype, bits) for kind in kinds for dtype in DTYPES for bits in (8, 4)]
+    variants = [block_variant(kernel, dtype, bits, memory) for kernel, memory, dtype, bits in forms]
+    return [variant for variant in variants if variant is not None]
 
 
 def row_variants(

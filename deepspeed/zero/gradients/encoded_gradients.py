@@ -82,9 +82,14 @@ class EncodedGradients:
         layout, own = group.layout, group.layout.shard_numel(axis.rank)
         self.two_steps = None if first is None else encoded.two_steps(axis, first, layout.cuts, layout.borders)
         self.slices: EncodedSlices | None = None
+        self.shared: EncodedSlices | None = None
         if first is not None:
             both = self.two_steps
-            self.slices = EncodedSlices(first, layout.cuts, layout.borders) if both is None else both.slices
+            alike = encoded.move_together(axis, layout.cuts)
+            everyone = EncodedSlices(first, layout.cuts, layout.borders, alike)
+            self.slices = everyone if both is None else both.slices
+            # On devices, sums of stage 0 are shared in one step: see `encoded.TwoSteps`.
+            self.shared = everyone if both is None or not axis.tagged else None
         self.copies: EncodedSlices | None = None
         # A sum that is encoded in turn has a memory at its owner.
         self.memory = self._memory(first, wire, 0 if self.slices is None else self.slices.cuts[-1])
@@ -122,7 +127,7 @@ class EncodedGradients:
         """Return the encoding of a message whose sum will be multiplied by `factor`."""
         if memory is None:
             return encoded.Encoding(slices, payload)
-        return encoded.Encoding(slices, payload, memory.for_factor(factor), memory.feedback.beta)
+        return encoded.Encoding(slices, payload, lambda: memory.for_factor(factor), memory.feedback.beta)
 
     def share_with_copies(
         self, axis: Axis, total: torch.Tensor, tag: int, label: str, factor: float
@@ -132,8 +137,9 @@ class EncodedGradients:
         if slices is None:
             raise RuntimeError("sums of replicas are not encoded")
         payload = axis.empty(slices.nbytes, torch.uint8, total.device)
-        message = self.message(slices, payload, self.sum_memory, factor)
-        slices.encode(axis.rank, total, payload, label, message.memory, message.beta)
+        memory = self.sum_memory
+        error, beta = (None, 0.0) if memory is None else (memory.for_factor(factor), memory.feedback.beta)
+        slices.encode_slice(axis.rank, total, slices.bytes_of(payload, axis.rank), label, error, beta)
         return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
 
     def end_update(self) -> None:

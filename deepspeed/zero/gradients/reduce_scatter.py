@@ -136,9 +136,9 @@ class GradReduceScatter:
     def _finished(self, parts: list[torch.Tensor]) -> None:
         """Return the receive buffers among `parts` to the pool, after they were summed."""
         for part in parts:
-            if part.data_ptr() in self._lent:
-                self._lent.discard(part.data_ptr())
-                whole = part if part._base is None else part._base  # parts may be rows of one buffer
+            whole = part if part._base is None else part._base  # parts may be rows of one buffer
+            if whole.data_ptr() in self._lent:
+                self._lent.discard(whole.data_ptr())
                 self._received[whole.dtype, whole.numel()].append(whole)
 
     def launch(self, bucket: Bucket, current: ReductionRound) -> None:
@@ -252,14 +252,10 @@ class GradReduceScatter:
             raise RuntimeError(f"messages of {bucket.group.name} are not encoded")
         payload, slices = self._payload(bucket, current, encoding.slices), encoding.slices
         axis, both = bucket.group.axis.reductions, encoding.two_steps
-        factor = current.post_reduce_scale * bucket.unit
-
-        def message() -> encoded.Encoding:
-            return encoding.message(slices, payload, encoding.memory, factor)
-
+        message = encoding.message(slices, payload, encoding.memory, current.post_reduce_scale * bucket.unit)
         if both is not None:
             return both.reduce(current.buffer, message, number[1], label, finish, self._scratch)
-        return encoded.reduce_to_owners(axis, current.buffer, message(), number[0], label, finish, self._scratch)
+        return encoded.reduce_to_owners(axis, current.buffer, message, number[0], label, finish, self._scratch)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """Sum all ranks' parts of this rank's shard into the accumulator; return the handle of a next phase, if any."""
@@ -298,17 +294,17 @@ class GradReduceScatter:
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
         encoding = bucket.encoded
-        slices = None if encoding is None else encoding.slices
         layout = None if encoding is None else encoding.part
         scale, any_order = current.post_reduce_scale, not self.settings.in_rank_order
         sum_parts(parts, total[low:high], scale, False, any_order, layout)
         self._finished(parts)
         current.shared = True
         tag, label, axis = tag_of(group.channel, SPREAD, seq), f"share of {group.name}", group.axis.reductions
-        if encoding is not None and slices is not None:
+        if encoding is not None and encoding.slices is not None:
+            slices = encoding.slices if encoding.shared is None else encoding.shared
             payload = self._payload(bucket, current, slices)
             message = encoding.message(slices, payload, encoding.sum_memory, bucket.unit)
-            if encoding.two_steps is not None:
+            if encoding.two_steps is not None and encoding.shared is None:
                 handle = encoding.two_steps.all_gather(total, message, seq, label)
             else:
                 handle = encoded.all_gather(axis, total, message, tag, label, any_order=True)

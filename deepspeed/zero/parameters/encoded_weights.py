@@ -29,8 +29,10 @@ class EncodedWeights:
 
     def __init__(self, axis: Axis, layout: ShardLayout, codec: Codec, device: torch.device, name: str) -> None:
         self.axis, self.device, self.name = axis, device, name
-        self.slices = EncodedSlices(codec, layout.cuts, layout.borders)
-        self._two_steps = encoded.two_steps(axis, codec, layout.cuts, layout.borders)
+        alike = encoded.move_together(axis, layout.cuts)
+        self.slices = EncodedSlices(codec, layout.cuts, layout.borders, alike)
+        # On devices an all-gather has one step: see `encoded.TwoSteps`.
+        self._two_steps = encoded.two_steps(axis, codec, layout.cuts, layout.borders) if axis.tagged else None
         self._publications = 0
         self._layout: Layout | None = None  # of the last published shard
         self.channel: int | None = None  # of one-sided all-gathers
