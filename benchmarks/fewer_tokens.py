@@ -61,7 +61,7 @@ SIZES = {
     "bytes": Size(width=192, layers=4, heads=6, sequence=128, batch=16, steps=1500, heldout=100_000, lr=6e-4),
     "deep": Size(width=192, layers=12, heads=6, sequence=256, batch=8, steps=1500, heldout=100_000, lr=6e-4),
     "trained": Size(
-        width=576, layers=30, heads=9, sequence=128, batch=8, steps=24, heldout=4_096, lr=2e-4, trained=True
+        width=576, layers=30, heads=9, sequence=128, batch=8, steps=12, heldout=4_096, lr=5e-5, trained=True
     ),
 }
 EVALUATIONS = {False: 20, True: 4}  # in the steps of plain training, by `Size.trained`
