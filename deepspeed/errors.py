@@ -38,6 +38,10 @@ class MeshError(DeepSpeedConfigError, ArgumentError):
     """Parallel sizes are inconsistent or do not fit the ranks or the model, or ranks have different models."""
 
 
+class InputError(ArgumentError, RuntimeError):
+    """The input of a layer has a dtype or a width that the layer does not take."""
+
+
 class OptimizerError(ArgumentError):
     """The optimizer is unknown, has invalid arguments, or cannot be used with this model or configuration."""
 

@@ -21,7 +21,7 @@ from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.captured_forward import CapturedForward
 from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
 from deepspeed.inference.native_generate import NativeGenerate
-from deepspeed.inference.quantization.float8 import float8_linears
+from deepspeed.inference.quantization.float8 import Float8Linear, float8_linears
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
@@ -92,7 +92,9 @@ class InferenceEngine(ModuleWrapper):
             quantize_linears(model, weight.num_bits, weight.q_groups, dtype)
         elif config.dtype == torch.float8_e4m3fn:
             float8_linears(model)
-        self._inputs_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
+        scales = {id(layer.scale) for layer in model.modules() if isinstance(layer, Float8Linear)}  # always fp32
+        floating = (p for p in model.parameters() if p.is_floating_point() and id(p) not in scales)
+        self._inputs_in = next((p.dtype for p in floating), dtype)
         folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
         if folder and config.tensor_parallel.tp_size > 1:
             raise ArgumentError("save_mp_checkpoint_path: slices of ranks are not written; save with tp_size 1")
@@ -351,6 +353,8 @@ class InferenceEngine(ModuleWrapper):
         """Remove the timing hooks, and free the native executor and CUDA graphs; the module stays usable."""
         for hook in self._hooks:
             hook.remove()
+        if self._captured is not None:
+            self._captured.drop()
         self._hooks, self._times, self._captured = [], [], None
         if self._injected is not None:
             self._injected.close()

@@ -66,10 +66,10 @@ def _factors(module: Any) -> tuple[torch.Tensor, torch.Tensor, float, bool] | No
     return module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]), False
 
 
-def _ids(module: Any) -> list[int]:
+def _ids(module: Any) -> tuple[int, ...]:
     """Return what tells an adapter from another one of the same name."""
     used = [name for name in module.active_adapters if name in module.lora_A]
-    return [id(half[name].weight) for name in used for half in (module.lora_A, module.lora_B)]
+    return tuple(id(half[name].weight) for name in used for half in (module.lora_A, module.lora_B))
 
 
 def delta_weight(module: Any) -> torch.Tensor | None:
@@ -136,7 +136,7 @@ class TrainedLora:
         return self._layers
 
     def switches(self) -> list[Any]:
-        """Return what decides which adapters are used now, of the layers at the first call or at `read`."""
+        """Return what decides which adapters are used now, hashable, of the layers at the first call or at `read`."""
         layers = self._find() if self._layers is None else self._layers
         plain = [
             (m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters), tuple(m.scaling.values()), _ids(m))

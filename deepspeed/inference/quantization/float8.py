@@ -7,6 +7,7 @@ the same up to the order of sums.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import InputError, NotAvailableError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.inference.quantization.layers import can_pack, matrix_of
 from deepspeed.zero.parameters.parameter import is_managed
@@ -31,7 +32,8 @@ def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     makes its whole row NaN; an infinity becomes NaN, with an infinite scale.
     """
     wide = rows.float()
-    scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    largest = wide.abs().amax(1, keepdim=True) if rows.shape[1] else wide.new_zeros(len(rows), 1)
+    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (wide / scale).to(FLOAT8), scale
 
 
@@ -68,16 +70,32 @@ class Float8Linear(nn.Module):
         return (self.values.view(FLOAT8).float() * self.scale).to(self.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map [..., inputs] to [..., outputs], in the dtype of the inputs."""
-        flat = inputs.reshape(-1, self.in_features)
+        """Map [..., inputs] to [..., outputs], in the dtype of the inputs.
+
+        Raises:
+            InputError: the inputs are not floating point or have another width; also a RuntimeError, as of nn.Linear.
+        """
+        self._check(inputs)
+        flat = inputs.reshape(math.prod(inputs.shape[:-1]), self.in_features)  # -1 is unknown for a width of 0
         x, scale = scaled_rows(flat)
         values = self.values.view(FLOAT8)
-        if len(flat) and inputs.dtype == torch.bfloat16 and self._scaled(inputs.device):
+        if flat.numel() and inputs.dtype == torch.bfloat16 and self._scaled(inputs.device):
             out = torch._scaled_mm(x, values.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
         else:
-            out = (F.linear(x.float(), values.float()) * scale * self.scale.t()).to(inputs.dtype)
+            column, sums = self.scale.t(), F.linear(x.float(), values.float())
+            # The smaller scale first: sums times the larger one may overflow where the result does not.
+            out = (sums * torch.minimum(scale, column) * torch.maximum(scale, column)).to(inputs.dtype)
         out = out.view(*inputs.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else (out + self.bias).to(inputs.dtype)
+
+    def _check(self, inputs: torch.Tensor) -> None:
+        if not inputs.is_floating_point():
+            raise InputError(f"{self} takes floating-point inputs, got {inputs.dtype}: cast them, or embed the indices")
+        if not inputs.dim() or inputs.shape[-1] != self.in_features:
+            width = inputs.shape[-1] if inputs.dim() else "no"
+            raise InputError(
+                f"{self} takes inputs of width {self.in_features}, got width {width} of shape {tuple(inputs.shape)}"
+            )
 
     def _scaled(self, device: torch.device) -> bool:
         """Whether torch's scaled product takes this matrix on a device."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import InputError, NotAvailableError
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.quantization.float8 import FLOAT8, LARGEST, Float8Linear, float8_linears, scaled_rows
 from tests.unit.inference_surface.models import model, prompt
@@ -62,6 +62,52 @@ def test_casts_leave_values_and_scales_alone() -> None:
     again = Float8Linear(drawn(48, 64, 3), nn.Parameter(torch.ones(48)))
     again.load_state_dict(before)
     assert torch.equal(again.values, before["values"])
+
+
+@pytest.mark.parametrize(("of_inputs", "of_weight"), [(1e36, 1.0), (1.0, 1e36), (1e36, 1e-36), (1e-36, 1e36)])
+def test_a_finite_result_does_not_overflow_on_the_way(of_inputs: float, of_weight: float) -> None:
+    inputs, weight = drawn(3, 512, 2) * of_inputs, drawn(16, 512) * of_weight
+    wanted = inputs.double() @ weight.double().T
+    out = Float8Linear(weight, None)(inputs).double()
+    assert (out - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_the_result_has_the_inputs_dtype() -> None:
+    layer = Float8Linear(drawn(4, 8), nn.Parameter(drawn(1, 4)[0]))
+    inputs = drawn(2, 8, 2).bfloat16()
+    out = layer(inputs)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, layer(inputs.float()).bfloat16(), atol=0.02, rtol=0.02)
+
+
+def test_inputs_that_no_linear_layer_takes_are_refused() -> None:
+    layer = Float8Linear(drawn(4, 8), None)
+    for inputs, words in (
+        (torch.ones(2, 8, dtype=torch.int64), r"got torch\.int64"),
+        (torch.ones(4, 6), r"width 8, got width 6 of shape \(4, 6\)"),
+        (torch.ones(4, 16), "width 8, got width 16"),
+        (torch.ones(()), "width 8, got width no"),
+    ):
+        with pytest.raises(RuntimeError):
+            nn.Linear(8, 4)(inputs)
+        with pytest.raises(InputError, match=words) as error:
+            layer(inputs)
+        assert isinstance(error.value, RuntimeError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_of_width_0_gives_the_bias(dtype: torch.dtype) -> None:
+    layer = Float8Linear(torch.empty(16, 0), nn.Parameter(torch.arange(16.0)))
+    out = layer(torch.empty(2, 3, 0, dtype=dtype))
+    assert torch.equal(out, torch.arange(16.0).to(dtype).expand(2, 3, 16)) and out.dtype == dtype
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_are_cast_to_the_dtype_of_the_other_layers(bias: bool) -> None:
+    layers = nn.Sequential(nn.Linear(64, 64, bias), nn.LayerNorm(64), nn.Linear(64, 32, bias)).to(torch.bfloat16)
+    engine = deepspeed.init_inference(layers, dtype="fp8")
+    assert isinstance(layers[0], Float8Linear) and layers[0].scale.dtype == torch.float32
+    assert engine(drawn(3, 64)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
