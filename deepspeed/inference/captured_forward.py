@@ -116,8 +116,10 @@ class CapturedForward:
             self._addresses, self._adapters = addresses, TrainedLora(self._module)  # layers may be new, too
 
     def _python_state(self) -> list[Hashable]:
-        """Return what a forward reads beside tensors and arguments: training flags and switches of adapters."""
-        return [tuple(each.training for each in self._module.modules()), *self._adapters.switches()]
+        """Return what a forward reads beside tensors and arguments: training flags, switches of adapters, the mode."""
+        training = tuple(each.training for each in self._module.modules())
+        # A graph's tensors of inference mode cannot be written to outside of it.
+        return [torch.is_inference_mode_enabled(), training, *self._adapters.switches()]
 
     def _has_room(self) -> bool:
         if len(self._graphs) < MOST_KINDS:

@@ -259,3 +259,18 @@ def test_kinds_beyond_the_last_run_as_they_are(emulated):
     graded, lines = emulated(1).run(beyond_the_last_kind, timeout=LIMIT)[0]
     assert graded == [False, True, True, False]
     assert len(lines) == 1 and "1 kinds of calls" in lines[0]
+
+
+def modes() -> list[bool]:
+    """Whether a call is right: first in inference mode, then without gradients, then in inference mode again."""
+    engine, plain, right = engine_of(Encoder()), Encoder().cuda().eval(), []
+    x = calls()[0][0].cuda()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with mode():
+                right.append(torch.equal(engine(x)["out"], plain(x)["out"]))
+    return right
+
+
+def test_inference_mode_has_graphs_of_its_own(emulated: Any) -> None:
+    assert emulated(1).run(modes, timeout=LIMIT)[0] == [True] * 6
