@@ -38,7 +38,7 @@ class StandIn:
         model: model whose config and device it takes; its own weights depend on nothing.
     """
 
-    kind, ways, even = "packed", {}, False
+    kind, ways, even, vocabulary = "packed", {}, False, VOCABULARY
 
     def __init__(self, model: Any) -> None:
         draw = torch.Generator().manual_seed(5)

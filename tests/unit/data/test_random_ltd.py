@@ -200,7 +200,7 @@ def test_all_tokens_evaluation_and_removal_are_the_model_itself(kind: str) -> No
 
 
 def test_generation_may_leave_a_replaced_forward_out_in_evaluation_only() -> None:
-    from deepspeed.inference.executors.native import changes_its_call
+    from deepspeed.inference.executors.structure import changes_its_call
 
     model = build("llama").train()
     layer = layers_of(model)[1]
