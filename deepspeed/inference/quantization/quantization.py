@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed.compression.export import packable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, PackingError
-from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.inference.quantization import experts as stacked
 from deepspeed.inference.quantization.experts import PackedExperts, pack_integers, packable_experts
 from deepspeed.inference.quantization.layers import (
@@ -218,6 +218,17 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
         size = next((size for size in (32, 16, 8, 4, 2) if inputs % size == 0), 0)
         return PackingFormat(4, size, 1) if size else None
 
+    others = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    ]
+    if others:
+        rest = ", …" if len(others) > 3 else ""
+        warn_once(
+            f"{len(others)} linear layers stay as they are, not in {num_bits} bits, since their class has a forward of its "
+            f"own, as slices of tensor parallelism have: {', '.join(others[:3])}{rest}"
+        )
     return quantize(model, form_of, dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -178,3 +179,18 @@ def test_packed_weights_are_not_trained(alone: None) -> None:
     net = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="are not trained"):
         deepspeed.initialize(model=net, model_parameters=net.parameters(), config={"train_batch_size": 1, **section})
+
+
+def test_linear_layers_with_a_forward_of_their_own_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    log = logging.getLogger("DeepSpeed")
+    log.addHandler(caplog.handler)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), Doubled(8, 8))
+        assert quantize_linears(model, 8) == 1
+    finally:
+        log.removeHandler(caplog.handler)
+    assert any("1 linear layers stay as they are" in r.getMessage() and ": 1" in r.getMessage() for r in caplog.records)
