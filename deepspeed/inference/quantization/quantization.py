@@ -226,8 +226,8 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
     if others:
         rest = ", …" if len(others) > 3 else ""
         warn_once(
-            f"{len(others)} linear layers stay as they are, not in {num_bits} bits, since their class has a forward of its "
-            f"own, as slices of tensor parallelism have: {', '.join(others[:3])}{rest}"
+            f"{len(others)} linear layers stay as they are, not in {num_bits} bits, since their class has a forward of "
+            f"its own, as slices of tensor parallelism have: {', '.join(others[:3])}{rest}"
         )
     return quantize(model, form_of, dtype)
 
