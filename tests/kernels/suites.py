@@ -49,6 +49,9 @@ ROW_EQUIVALENT = (
     ("others = tl.load", "'0.0' value"),
     ("x = tl.load(gate", "'0.0' value"),
     ("y = tl.load(up", "'0.0' value"),
+    ("value = tl.load(values", "'0.0' value"),
+    ("result += tl.load(bias", "'0.0' value"),
+    ("sine = tl.load(sines", "'0.0' value"),
 )
 # Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored. A program with more tiles
 # than its own computes those of the next one, with equal values.
