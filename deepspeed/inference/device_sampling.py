@@ -42,9 +42,10 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice]) -> RowSampling | N
     for rows in slices:
         sampler = getattr(rows.sequence, "sampler", None)
         _use_counted_numbers(rows.sequence)
+        on_device = chooses(rows)
         for place in range(rows.wanted):
             ahead = place - rows.scored
-            if sampler is None or ahead < 0 or not chooses(rows):
+            if sampler is None or ahead < 0 or not on_device:
                 samplings.append(GREEDY)
                 seeds.append(0)
                 counts.append(0)
@@ -112,7 +113,7 @@ def draw_plainly(slices: Sequence[BatchSlice], logits: torch.Tensor, largest: Se
     Args:
         slices: rows of each request in the pass.
         logits: logits of the pass, [requested rows, vocabulary].
-        largest: argmax of each row; negative if the row is not finite.
+        largest: argmax of each row whose token is not chosen yet; negative if the row is not finite.
     """
     rows, end = [], 0
     for part in slices:
