@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.plan import PARTS, START, Part, choose
-from benchmarks.gpu.results import ENDED, MISSING, OK, Key, Results
+from benchmarks.gpu.results import BEGUN, ENDED, MISSING, OK, Key, Results
 from benchmarks.gpu.work import BROKEN, REPOSITORY, probe
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "gpu"
@@ -99,7 +99,7 @@ def _environment(rehearse: bool) -> dict[str, str]:
         port = probed.getsockname()[1]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     ranks = {name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")} | {"RANK": "0", "LOCAL_RANK": "0"}
-    ranks |= {"OMP_NUM_THREADS": "1"} if rehearse else {}
+    ranks |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"} if rehearse else {}
     return os.environ | ranks | {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                                  "DS_ACCELERATOR": "cuda", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 
@@ -167,10 +167,10 @@ class Call:
 
     def _overdue(self, part: Part, began: float) -> str:
         """Return the reason to end a part's process: its row, or its start, takes several times what it should."""
-        open_row = self.results.open_row(part.name)
-        expected, since = START, began
-        if open_row is not None:
-            expected, since = next(row.seconds for row in part.rows if row.key == open_row["key"]), open_row["when"]
+        last = next((line for line in reversed(self.results.lines()) if line["part"] == part.name), None)
+        expected, since = START, began if last is None else last["when"]
+        if last is not None and last["state"] == BEGUN:
+            expected = next(row.seconds for row in part.rows if row.key == last["key"])
         allowed = (2 * expected + SLACK) * (SLOW if self.rehearse else 1)
         return f"not over after {allowed:.0f} s" if time.time() - max(since, began) > allowed else ""
 

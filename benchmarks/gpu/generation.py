@@ -26,7 +26,7 @@ from benchmarks.gpu.plan import MissingError, Setting
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.rounds import compare, timed
 from deepspeed.errors import DeepSpeedError
-from deepspeed.inference import Generator, Request
+from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.inference.executors import attention_ways
 
 SHAPE: dict[str, Any] = {
@@ -52,7 +52,24 @@ def measure(setting: Setting, what: str, batch: int = 1, context: int = 128) -> 
     """The part `generation`."""
     if what == "latency":
         return _latency(setting, batch, context)
-    return {"tokens": _tokens, "throughput": _throughput, "vllm": _vllm}[what](setting)
+    if what == "weights":
+        from benchmarks.gpu import weights
+
+        return weights.measure(setting, batch, context)
+    return {"tokens": _tokens, "invariance": _invariance, "throughput": _throughput, "vllm": _vllm}[what](setting)
+
+
+def copy_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return a model with the same weights in memory of its own."""
+    with torch.device("cuda"):
+        other = LlamaForCausalLM(model.config).to(model.dtype).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def model_of(setting: Setting) -> LlamaForCausalLM:
+    """Return the part's model."""
+    return _model(setting.rehearse)
 
 
 @functools.cache
@@ -201,7 +218,8 @@ def _generators(setting: Setting, stack: contextlib.ExitStack, ways: tuple[str, 
     )
 
 
-def _write(generator: Generator) -> Write:
+def write_with(generator: Generator) -> Write:
+    """Return the side of a generator: greedy tokens."""
     return lambda prompts, new: generator.generate(prompts, greedy(new))
 
 
@@ -209,7 +227,7 @@ def _sides(setting: Setting, stack: contextlib.ExitStack, ways: tuple[str, ...])
     made, note = _generators(setting, stack, ways)
     model = _model(setting.rehearse)
     sides: dict[str, Write] = {HF: lambda prompts, new: hugging_face(model, prompts, new)}
-    return sides | {name: _write(generator) for name, generator in made.items()}, note
+    return sides | {name: write_with(generator) for name, generator in made.items()}, note
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -255,7 +273,14 @@ def floor_bytes(model: Any, batch: int, context: int) -> int:
     config = model.config
     head = config.hidden_size // config.num_attention_heads
     pages = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
-    return sum(parameter.nbytes for parameter in model.parameters()) + batch * context * pages
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return sum(held.values()) + batch * context * pages
+
+
+def decode_seconds(write: Write, prompts: list[list[int]], new: int) -> float:
+    """Return the seconds of a decode step: of `new` tokens, less those of the first."""
+    first = timed(lambda: write(prompts, 1))
+    return (timed(lambda: write(prompts, new)) - first) / (new - 1)
 
 
 def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
@@ -284,6 +309,38 @@ def _latency(setting: Setting, batch: int, context: int) -> dict[str, Any]:
     says = f"a token {ours['ms']:.2f} ms, {ours['ratio']:.3f} x Transformers'"
     says += f", {ours['of the floor']:.2f} x the time of {nbytes / 1e9:.2f} GB" if measured else ""
     return {"says": f"{says}; {note}", "sides": records, "floor bytes": nbytes}
+
+
+def _invariance(setting: Setting) -> dict[str, Any]:
+    """Log-probabilities of 32 requests together and alone, by a generator that is batch invariant: equal bits."""
+    model, new = _model(setting.rehearse), setting.pick(16, 3)
+    prompts = [tokens(model, 3 + 37 * seed % 250 if not setting.rehearse else 5 + seed, seed)
+               for seed in range(setting.pick(32, 3))]  # fmt: skip
+    options = {"prefix_cache": False, "cache_bytes": setting.pick(2 << 30, 1 << 22), "page_size": PAGE,
+               "max_batch_tokens": setting.pick(512, 64)}  # fmt: skip
+    different, kinds = {}, set()
+    for name, invariant in (("batch invariant", True), ("not", False)):
+        with contextlib.closing(Generator(model, max_sequences=64, batch_invariant=invariant, **options)) as generator:
+            kinds.add(type(generator._executor).__name__)
+            together = _scored(generator, prompts, new)
+            alone = [_scored(generator, [prompt], new)[0] for prompt in prompts]
+        different[name] = sum(ours != theirs for ours, theirs in zip(together, alone, strict=True))
+    says = ", ".join(f"{name}: {count} of {len(prompts)} differ" for name, count in different.items())
+    ok = not different["batch invariant"]
+    return {"says": f"{says}; {', '.join(sorted(kinds))}", "ok": ok, "different": different}
+
+
+def _scored(generator: Generator, prompts: list[list[int]], new: int) -> list[list[tuple[int, float]]]:
+    """Return the tokens of each answer with their log-probabilities."""
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=0)
+    for number, prompt in enumerate(prompts):
+        generator.submit(Request(number, prompt, sampling))
+    answers: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    while not generator.idle:
+        for output in generator.step():
+            pairs = zip(output.tokens, output.logprobs or [], strict=True)
+            answers[int(output.ident)] += [(token, entry.logprob) for token, entry in pairs]
+    return answers
 
 
 def _wave(generator: Generator, wanted: list[tuple[list[int], int]]) -> None:

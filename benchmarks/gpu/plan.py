@@ -77,7 +77,7 @@ class Setting:
         return rehearsed if self.rehearse else card
 
 
-SUITES = ("paged_attention", "row_kernels", "sampling_kernels", "packed_products")
+SUITES = ("paged_attention", "row_kernels", "sampling_kernels", "packed_products", "block_kernels")
 STAGES = ("stage0", "stage1", "stage2", "stage3")
 TINY = ("llama-tiny", 1, 32)  # model, sequences and tokens of each in a rehearsal of `training`
 _SMALL = {"model": "gpt2", "micro": 8, "length": 1024}
@@ -141,6 +141,8 @@ PARTS = (
             Row("tokens", 25, 1, {"what": "tokens"}),
             Row("latency, 1 x 128", 35, 1, {"what": "latency", "batch": 1, "context": 128}),
             Row("throughput", 60, 1, {"what": "throughput"}),
+            Row("invariance", 25, 1, {"what": "invariance"}),
+            Row("weights, 1 x 128", 45, 1, {"what": "weights", "batch": 1, "context": 128}),
             Row("latency, 32 x 1024", 40, 2, {"what": "latency", "batch": 32, "context": 1024}),
             Row("latency, 1 x 8064", 40, 3, {"what": "latency", "batch": 1, "context": 8064}),
             Row("vLLM", 180, 3, {"what": "vllm"}),

@@ -134,11 +134,24 @@ def engine_of(cell: Cell, model: type[LM] = LM) -> Any:
     config = config_of(cell)
     with deepspeed.zero.Init(config_dict_or_path=config) if cell.init else contextlib.nullcontext():
         made = model()
+    if cell.init and torch.version.cuda and torch.cuda.is_available():
+        _as_drawn_on_the_cpu(made, model)
     made.checkpointing = cell.checkpointing
     if cell.checkpointing:
         deepspeed.checkpointing.configure(None, deepspeed_config=config)
     engine, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)
     return engine
+
+
+def _as_drawn_on_the_cpu(made: LM, model: type[LM]) -> None:
+    """Set the weights that a CPU draws: a card draws its own from the same seed."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    drawn = dict(model().named_parameters())
+    with deepspeed.zero.GatheredParameters(list(made.parameters()), modifier_rank=0), torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(drawn[name])
 
 
 def micro_step(engine: Any, step: int, micro: int = 0) -> float:

@@ -12,6 +12,18 @@ class NotBuiltError(Exception):
     """A kernel that a check needs was not compiled."""
 
 
+def _aligned(variant: Any, arguments: Sequence[Any]) -> bool:
+    """Whether addresses and sizes are such as the variant is compiled for."""
+    types = variant.signature
+    names = [name for name in types if types[name] != "constexpr"]
+    pairs = zip(names, arguments, strict=True)
+    return not any(
+        (value.storage_offset() * value.element_size() if isinstance(value, torch.Tensor) else value) % 16
+        for name, value in pairs
+        if name in variant.aligned
+    )
+
+
 class MovedKernels:
     """Kernels of a device, launched on copies of the arguments' storages.
 
@@ -30,21 +42,22 @@ class MovedKernels:
         self.kernels.prepare(variants)
 
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        if not self.has(variant) or not variant.even:
+        if not self.has(variant) or not variant.even or not _aligned(variant, arguments):
             raise NotBuiltError(variant.name)
         self.prepare([variant])
-        storages: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as bytes: arguments may be views of one memory
 
         def moved(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             storage = value.untyped_storage()
-            key = storage.data_ptr(), value.dtype
-            if key not in storages:
+            if storage.data_ptr() not in storages:
                 # By `data`, copying back does not count as a change of a weight.
-                whole = value.data.as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
-                storages[key] = whole, whole.to(self.device, copy=True)
-            return storages[key][1].as_strided(value.shape, value.stride(), value.storage_offset())
+                whole = value.data.as_strided((storage.nbytes() // value.element_size(),), (1,), 0).view(torch.uint8)
+                storages[storage.data_ptr()] = whole, whole.to(self.device, copy=True)
+            copy = storages[storage.data_ptr()][1]
+            typed = copy[: len(copy) // value.element_size() * value.element_size()].view(value.dtype)
+            return typed.as_strided(value.shape, value.stride(), value.storage_offset())
 
         self.kernels.launch(variant, grid, [moved(value) for value in arguments])
         for whole, copy in storages.values():
