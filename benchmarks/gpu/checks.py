@@ -62,7 +62,11 @@ def _tests(setting: Setting) -> dict[str, Any]:
 
 
 def kernels(setting: Setting, suite: str) -> dict[str, Any]:
-    """The part `kernels`: checks of a suite in a drawn order, until the time is over."""
+    """The part `kernels`: checks of a suite in a drawn order, until the time is over; or the speed of messages."""
+    if suite == "speed":
+        from benchmarks.gpu import codecs
+
+        return codecs.measure(setting)
     launched, not_built = _launched(setting, suite)
     from tests.kernels.suites import SUITES
 

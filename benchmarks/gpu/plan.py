@@ -122,7 +122,7 @@ PARTS = (
         "kernels",
         "Compiled kernels beside references in fp64",
         "benchmarks.gpu.checks:kernels",
-        tuple(Row(suite, 20, 1, {"suite": suite}) for suite in SUITES),
+        (*(Row(suite, 20, 1, {"suite": suite}) for suite in SUITES), Row("messages, speed", 5, 1, {"suite": "speed"})),
     ),
     Part(
         "parity",
@@ -146,6 +146,17 @@ PARTS = (
             Row("latency, 32 x 1024", 40, 2, {"what": "latency", "batch": 32, "context": 1024}),
             Row("latency, 1 x 8064", 40, 3, {"what": "latency", "batch": 1, "context": 8064}),
             Row("vLLM", 180, 3, {"what": "vllm"}),
+        ),
+    ),
+    Part(
+        "large model",
+        "Decode steps of 8 B beside their floor and the prediction",
+        "benchmarks.gpu.large_model:measure",
+        (
+            Row("1 x 1024", 30, 1, {"batch": 1, "context": 1024}),
+            Row("32 x 1024", 15, 1, {"batch": 32, "context": 1024}),
+            Row("1 x 8064", 15, 2, {"batch": 1, "context": 8064}),
+            Row("128 x 1024", 25, 2, {"batch": 128, "context": 1024}),
         ),
     ),
     Part("training", "Steps beside FSDP2 and DDP, one card", "benchmarks.gpu.training:measure", TRAINING),
