@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -19,7 +20,7 @@ def compute_capability(device: torch.device | None = None) -> tuple[int, int]:
 
 
 class CudaDriver:
-    """The driver of this machine, for one device. **It has never run on a GPU**: tests use a fake one.
+    """The driver of this machine, for one device. Tests use a fake one.
 
     Args:
         device: CUDA device of the kernels; None: the current one of each call.
@@ -58,9 +59,7 @@ class CudaDriver:
                 self._call("cuFuncSetAttribute", handle, _DYNAMIC_SHARED, shared)
         return handle
 
-    def launch(
-        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[Any]
-    ) -> None:
+    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, words: list[int]) -> None:
         """Launch a function on the device's current stream, without waiting for it.
 
         Args:
@@ -68,12 +67,15 @@ class CudaDriver:
             grid: number of programs by axis.
             threads: threads of a program.
             shared: bytes of shared memory of a program.
-            arguments: the function's arguments, as ctypes values.
+            words: the function's arguments, each in 8 bytes.
 
         Raises:
             UsageError: the driver refuses it; the message has its reason.
         """
-        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        with torch.cuda.device(self._device):
+        count = len(words)
+        values = (ctypes.c_uint64 * count)(*words)
+        first = ctypes.addressof(values)
+        addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        with contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             self._call("cuLaunchKernel", function, *grid, threads, 1, 1, shared, stream, addresses, None)

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.inference.beam_search import BeamGroup
 from deepspeed.inference.executors.native_tensors import largest
-from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch, RowSampling
+from deepspeed.inference.executors.ragged_batch import BatchSlice, ChosenTokens, RaggedBatch, RowSampling
 from deepspeed.inference.executors.select import device_of
 from deepspeed.inference.sampler import draw_together
 from deepspeed.inference.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ def chooses(rows: BatchSlice) -> bool:
     return sampler.draws_on_device
 
 
-def row_sampling(executor: Any, slices: Sequence[BatchSlice]) -> RowSampling | None:
+def row_sampling(executor: Any, slices: Sequence[BatchSlice], unread: int = 0) -> RowSampling | None:
     """Return how the tokens of a pass are chosen on the device; None if its executor chooses none there.
 
     Other rows (of requests whose tokens are chosen on the host, of prompts that are scored, of a draft model) have
@@ -35,6 +35,7 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice]) -> RowSampling | N
     Args:
         executor: executor of the pass.
         slices: its rows.
+        unread: tokens of each sequence that are chosen but not read.
     """
     if not getattr(executor, "samples", False):
         return None
@@ -54,7 +55,7 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice]) -> RowSampling | N
             seen += [(len(samplings), token, entry) for token, entry in entries.items()]
             samplings.append(sampler.sampling)
             seeds.append(sampler.seed)
-            counts.append(sampler.count + ahead)
+            counts.append(sampler.count + ahead + unread)
     table = torch.tensor(seen, dtype=torch.int64).t().contiguous() if seen else None
     return RowSampling(
         options_of(samplings), torch.tensor(seeds, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32), table
@@ -72,38 +73,51 @@ def _use_counted_numbers(sequence: Any) -> None:
 def run_pass(
     executor: Any, slices: Sequence[BatchSlice], page_size: int
 ) -> tuple[RaggedBatch, torch.Tensor, list[int]]:
-    """Run a pass; return its batch, its logits and a token for each of their rows, as `chosen_tokens`.
-
-    Tokens that are drawn from logits alone are then known to their samplers.
+    """Run a pass; return its batch, its logits and a token for each of their rows, as `read_tokens`.
 
     Args:
         executor: executor of the pass.
         slices: its rows.
         page_size: tokens per page.
     """
+    batch, logits = launch_pass(executor, slices, page_size)
+    return batch, logits, read_tokens(batch, logits)
+
+
+def launch_pass(
+    executor: Any, slices: Sequence[BatchSlice], page_size: int, after: tuple[ChosenTokens, Sequence[int]] | None = None
+) -> tuple[RaggedBatch, torch.Tensor]:
+    """Launch a pass; return its batch and its logits. The host does not wait for a device that chooses the tokens.
+
+    Args:
+        executor: executor of the pass.
+        slices: its rows.
+        page_size: tokens per page.
+        after: `RaggedBatch.after` of a pass whose tokens are not read yet; None: they are known.
+    """
     batch = RaggedBatch(slices, page_size, device_of(executor.model), getattr(executor, "even", False))
-    batch.sampling = row_sampling(executor, slices)
-    logits = executor.run(batch)
-    chosen = chosen_tokens(batch, logits)
-    draw_plainly(slices, logits, chosen)
-    return batch, logits, chosen
+    batch.sampling, batch.after = row_sampling(executor, slices, int(after is not None)), after
+    return batch, executor.run(batch)
 
 
-def chosen_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
+def read_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
     """Return a token for each row with logits: the one chosen on the device, else the largest; -1: not finite.
 
-    The samplers of rows whose token was chosen on the device return it at their next calls.
+    The samplers of rows whose token was chosen on the device, or is drawn from logits alone, return it at their next
+    calls.
     """
     if not len(logits):
         return []
-    if batch.sampling is None or batch.sampling.tokens is None:
-        return largest(logits)
-    tokens, end = batch.sampling.tokens, 0
-    for rows in batch.spans:
-        end += rows.wanted
-        if chooses(rows):
-            own = tokens[end - rows.wanted + rows.scored : end]
-            rows.sequence.sampler.drawn = [(token, None) for token in own]
+    if batch.sampling is None or batch.sampling.chosen is None:
+        tokens = largest(logits)
+    else:
+        tokens, end = batch.sampling.chosen.read(), 0
+        for rows in batch.spans:
+            end += rows.wanted
+            if chooses(rows):
+                own = tokens[end - rows.wanted + rows.scored : end]
+                rows.sequence.sampler.drawn = [(token, None) for token in own]
+    draw_plainly(batch.spans, logits, tokens)
     return tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -231,6 +231,17 @@ class DraftModel:
 
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)
+
+
+def drafting(sequences: Iterable[Any], most: Callable[[Any], int]) -> list[tuple[DraftProposer, Sequence[int], int]]:
+    """Return what `DraftModel.prepare` takes for those of the sequences whose drafts a model proposes.
+
+    Args:
+        sequences: decoding sequences.
+        most: function that returns the largest number of drafts that a sequence has use for.
+    """
+    pairs = ((getattr(sequence, "proposer", None), sequence) for sequence in sequences)
+    return [(own, each.tokens, most(each)) for own, each in pairs if isinstance(own, DraftProposer)]
 
 
 def _bytes_of(model: Any) -> int:

@@ -19,10 +19,11 @@ from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.adapters import AdapterRegistry, LoraAdapter, by_adapter
+from deepspeed.inference.async_scheduling import LaunchedPass, PassAhead, holds
 from deepspeed.inference.beam_search import BeamGroup, BeamSearch
 from deepspeed.inference.detokenizer import TextStream
-from deepspeed.inference.device_sampling import run_pass
-from deepspeed.inference.draft_model import DraftModel, DraftProposer, NgramProposer, Proposer
+from deepspeed.inference.device_sampling import launch_pass
+from deepspeed.inference.draft_model import DraftModel, NgramProposer, Proposer, drafting
 from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
 from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
 from deepspeed.inference.executors.hf_generate import Thread
@@ -162,6 +163,7 @@ class Generator:
         self._scheduler = Scheduler(
             self.pages, lambda old, new: self._executor.store.copy(old, new), max_batch_tokens, max_sequences, chunk
         )
+        self._ahead = PassAhead(self._scheduler)
         if self._cuda_graphs:
             most, length = min(max_sequences, max_batch_tokens), self.packed_length or 0
             capture_passes(self._executor, most, length, self._speculation, DRAFTING_STREAMS)
@@ -512,22 +514,26 @@ class Generator:
 
     def _packed_step(self) -> list[Output]:
         streams = sum(sequence.decodes for sequence in self._scheduler.running)
-        drafting = self._speculation and streams <= DRAFTING_STREAMS
-        if drafting and self._draft is not None:
+        drafts = self._speculation and streams <= DRAFTING_STREAMS
+        if drafts and self._draft is not None:
             self._prepare_drafts(self._draft)
-        slices = by_adapter(self._scheduler.plan(self._guess if drafting else None))
-        if not slices:
-            return []
-        batch, logits, chosen = run_pass(self._executor, slices, self.pages.size)
+        if (current := self._ahead.take()) is None:
+            if not (slices := by_adapter(self._scheduler.plan(self._guess if drafts else None))):
+                return []
+            current = LaunchedPass(slices, *launch_pass(self._executor, slices, self.pages.size))
+        if not self._speculation:
+            self._ahead.launch(self._executor, current)
+        logits, hidden, chosen = current.logits, current.batch.hidden, current.read()
         outputs, first, row = [], 0, 0
-        for rows in slices:
+        for rows in current.slices:
             span = slice(first, first + rows.wanted)
             if rows.hidden:
-                states = None if batch.hidden is None else batch.hidden[row : row + len(rows.tokens)]
+                states = None if hidden is None else hidden[row : row + len(rows.tokens)]
                 outputs += self._pool(rows, states)
-            else:
-                accept = self._accept_beam if isinstance(rows.sequence.group, BeamGroup) else self._accept
-                outputs += accept(rows, logits[span], chosen[span])
+            elif isinstance(rows.sequence.group, BeamGroup):
+                outputs += self._accept_beam(rows, logits[span], chosen[span])
+            elif holds(rows):
+                outputs += self._accept(rows, logits[span], chosen[span])
             first, row = first + rows.wanted, row + len(rows.tokens)
         return outputs
 
@@ -546,12 +552,9 @@ class Generator:
         return [sequence.output()]
 
     def _prepare_drafts(self, draft: DraftModel) -> None:
-        wanted = []
-        for sequence in self._scheduler.running:
-            if sequence.decodes and isinstance(proposer := getattr(sequence, "proposer", None), DraftProposer):
-                wanted.append((proposer, sequence.tokens, self._most_drafts(sequence)))
+        decoding = (sequence for sequence in self._scheduler.running if sequence.decodes)
         try:
-            draft.prepare(wanted)
+            draft.prepare(drafting(decoding, self._most_drafts))
         except Exception as error:  # answers need no drafts
             reason = f"{type(error).__name__}: {error}"
             warn_once(f"the draft model failed and is not used any more, drafts come from the text itself: {reason}")
@@ -684,6 +687,8 @@ class Generator:
 
     def _forget(self, sequence: LiveSequence) -> None:
         del self._live[sequence.ident]
+        if not self._live:
+            self._ahead.drop()
         if sequence.proposer is not None:
             sequence.proposer.close()
         if sequence.thread is not None:

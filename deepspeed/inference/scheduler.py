@@ -212,6 +212,31 @@ class Scheduler:
         self._unblock(slices)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.rank)]
 
+    def plan_behind(self, slices: Sequence[BatchSlice], count: int) -> list[BatchSlice]:
+        """Plan one more token of each sequence behind a pass whose tokens are not known, and allocate its blocks.
+
+        The tokens of the slices are 0, for the caller to replace.
+
+        Args:
+            slices: slices of the pass whose sequences go on, each up to the last token of its sequence.
+            count: number of sequences in the pass that still run.
+
+        Returns:
+            One slice for each of `slices`; empty if another plan may be better: if sequences outside of the pass run,
+            waiting ones could be admitted, members of a group share blocks, or blocks are short.
+        """
+        waits = self.waiting and (
+            len(slices) < self.max_sequences or self.waiting[0].priority < self.running[-1].priority
+        )
+        needs = [self._pages_for(rows.end + 1) - len(rows.sequence.pages) for rows in slices]
+        if waits or len(self.running) != count or sum(needs) > self.pool.available:
+            return []
+        if any(rows.sequence.group is not None for rows in slices):
+            return []
+        for rows, need in zip(slices, needs, strict=True):
+            rows.sequence.pages += [self.pool.take() for _ in range(need)]
+        return [BatchSlice([0], rows.end, rows.sequence.pages, sequence=rows.sequence) for rows in slices]
+
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
         """Update a sequence after a pass: count the computed tokens, append new ones, and register full blocks.
 

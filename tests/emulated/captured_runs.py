@@ -16,7 +16,7 @@ from deepspeed.inference.executors.captured import MOST_GRAPHS
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
-from deepspeed.inference.executors.ragged_batch import RaggedBatch
+from deepspeed.inference.executors.ragged_batch import ChosenTokens, RaggedBatch
 from tests.emulated.runs import Seen, observed
 from tests.unit.inference.toys import llama
 
@@ -104,7 +104,7 @@ class StandIn:
 
     def finish(self, batch: RaggedBatch, inputs: PassInputs, logits: torch.Tensor) -> None:
         if batch.sampling is not None:
-            batch.sampling.tokens = self.choose(inputs, logits)[: len(batch.sampling.seeds)].tolist()
+            batch.sampling.chosen = ChosenTokens(self.choose(inputs, logits)[: len(batch.sampling.seeds)])
 
 
 @contextlib.contextmanager

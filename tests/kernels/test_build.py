@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_a_fake_driver_gets_nothing_damaged_and_nothing_of_other_sources(
 def test_arguments_of_another_kind_or_alignment_are_refused() -> None:
     tensor = torch.zeros(64)
     packed = pack("k", (tensor, 3, 0.5), ("*fp32", "i32", "fp32"), {0})
-    assert [each.value for each in packed] == [tensor.data_ptr(), 3, 0.5, 0, 0]
+    assert packed == [tensor.data_ptr(), 3, int.from_bytes(struct.pack("<f", 0.5), "little"), 0, 0]
+    assert pack("k", (-3,), ("i32",), set())[0].to_bytes(8, "little") == struct.pack("<iI", -3, 0)
     for arguments, message in (
         ((tensor, 3), "takes 3 arguments"), ((3, 3, 0.5), "is \\*fp32, not int"), ((tensor, tensor, 1.0), "is i32"),
         ((tensor[1:], 3, 0.5), "multiples of 16"),

@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.log import describe_error, log_rank0, warn_once
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
-from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.executors.ragged_batch import BatchSlice, ChosenTokens, RaggedBatch
 from deepspeed.tensor_parallel.layers import axis_of_slices
 
 MOST_GRAPHS = 12
@@ -140,7 +140,7 @@ class PassGraphs:
         self._passes, self._version, self.bytes = [], None, 0
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """Replay a batch: return its logits, [rows with logits, vocabulary], and set `batch.sampling.tokens`.
+        """Replay a batch: return its logits, [rows with logits, vocabulary], and set `batch.sampling.chosen`.
 
         The executor's `native(batch)` was called. The logits are valid until the next pass.
 
@@ -159,7 +159,7 @@ class PassGraphs:
         self.replays += 1
         logits, sampling = chosen.logits[: sizes.wanted], batch.sampling
         if sampling is not None and sampling.seen is None and chosen.tokens is not None:
-            sampling.tokens = chosen.tokens[: sizes.wanted].tolist()
+            sampling.chosen = ChosenTokens(chosen.tokens[: sizes.wanted])
         else:  # penalties change the logits by tables whose sizes depend on the requests
             executor.finish(batch, chosen.inputs, chosen.logits)
         return logits

@@ -20,7 +20,7 @@ from deepspeed.inference.executors.device_structure import DeviceLayer, DeviceSt
 from deepspeed.inference.executors.engine_weights import EngineWeights
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
-from deepspeed.inference.executors.ragged_batch import RaggedBatch, sent
+from deepspeed.inference.executors.ragged_batch import ChosenTokens, RaggedBatch, sent
 from deepspeed.inference.executors.rotation_table import rotations
 from deepspeed.inference.executors.structure import Reader
 from deepspeed.inference.request import length_limit, packed_limit
@@ -230,12 +230,13 @@ class PackedDecoder:
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Run a batch and return the requested logits, [rows with logits, vocabulary].
 
-        With `batch.sampling`, tokens are chosen on the device; the host then waits once, for them.
+        With `batch.sampling`, tokens are chosen on the device; the host waits when it reads them.
 
         Raises:
             RequestError: a token is outside of the embedding table.
         """
         if not self.native(batch):
+            batch.know_tokens()
             return self.plain.run(batch)
         if self.captured is not None and (logits := self.captured.run(batch)) is not None:
             return logits
@@ -314,13 +315,13 @@ class PackedDecoder:
         return sampling.sample(self.kernels, logits, inputs.options, numbers, table)
 
     def finish(self, batch: RaggedBatch, inputs: PassInputs, logits: torch.Tensor) -> None:
-        """Choose the tokens of a batch with `batch.sampling`, and read them: the one wait of a pass."""
-        chosen = batch.sampling
-        if chosen is None or not len(chosen.seeds) or not self.samples:
+        """Choose the tokens of a batch with `batch.sampling`, and begin to copy them to the host."""
+        sampling = batch.sampling
+        if sampling is None or not len(sampling.seeds) or not self.samples:
             return
-        seen = None if chosen.seen is None else sent(chosen.seen, self.device)
-        tokens = self.choose(inputs, logits, seen, bool(chosen.options[:, 0].any()))
-        chosen.tokens = tokens[: len(chosen.seeds)].tolist()
+        seen = None if sampling.seen is None else sent(sampling.seen, self.device)
+        tokens = self.choose(inputs, logits, seen, bool(sampling.options[:, 0].any()))
+        sampling.chosen = ChosenTokens(tokens[: len(sampling.seeds)])
 
     # -- other calls of executors ----------------------------------------------------------------------------------
 

@@ -228,13 +228,17 @@ class PassInputs:
                 target[: len(values)] = values
         if host is not self:
             self.buffer.copy_(get_accelerator().pin_memory(host.buffer), non_blocking=True)
+        if batch.after is not None:
+            chosen, chosen_rows = batch.after
+            chosen.feed(chosen_rows, self.tokens[: len(chosen_rows)])
 
     def _write(self, spans: Sequence[BatchSlice], tiling: Tiling) -> None:
         """Write the rows of a batch to buffers in host memory."""
         tokens, positions, slots, wanted, row = [], [], [], [], 0
         tiles: dict[str, list[tuple[int, int, int, int]]] = {"narrow": [], "rest": [], "all": []}
         starts, size = [0], self.page_size
-        self.table.fill_(-1)
+        table = self.table.numpy()  # writing lists to tensors takes ten times as long
+        table.fill(-1)
         for number, span in enumerate(spans):
             count, places = len(span.tokens), range(span.start, span.end)
             tokens.extend(span.tokens)
@@ -242,7 +246,7 @@ class PassInputs:
             slots.extend([(span.pages[place // size] + 1) * size + place % size for place in places])
             wanted.extend(range(row + count - span.wanted, row + count))
             pages = span.pages[: -(-span.end // size)]
-            self.table[number, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[number, : len(pages)] = pages
             narrow = count <= tiling.narrow
             if narrow:
                 tiles["narrow"].append((number, row, count, span.start))
@@ -262,11 +266,12 @@ class PassInputs:
             _put(getattr(self, name), values, -1 if name == "slots" else 0)
         for name, values in tiles.items():
             _put(getattr(self, name), values, 0)
-            getattr(self, name)[len(values) :, 0] = -1
+            getattr(self, name).numpy()[len(values) :, 0] = -1
 
 
 def _put(target: torch.Tensor, values: Sequence[Any], padding: int) -> None:
     """Write values to the beginning of a tensor, and padding behind them."""
-    target[len(values) :] = padding
+    array = target.numpy()
+    array[len(values) :] = padding
     if values:
-        target[: len(values)] = torch.tensor(values, dtype=target.dtype)
+        array[: len(values)] = values

@@ -106,6 +106,39 @@ class AttentionGroup:
         return None if bool(allowed.all()) else allowed
 
 
+class ChosenTokens:
+    """Tokens that a pass has chosen on the device, and their copy to the host, which begins at once.
+
+    Args:
+        tokens: int32 [rows] on the device; the executor's next pass may overwrite them.
+    """
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.on_device = tokens
+        self._event: Any = None
+        if tokens.device.type == "cpu":
+            self._host = tokens.clone()
+            return
+        accelerator = get_accelerator()
+        self._host = accelerator.pin_memory(torch.empty(tokens.shape, dtype=tokens.dtype))
+        self._host.copy_(tokens, non_blocking=True)
+        self._event = accelerator.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens; -1 where logits are not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+    def feed(self, rows: Sequence[int], target: torch.Tensor) -> None:
+        """Launch the copy of the tokens of `rows` to `target`, int64 [rows]; tokens that are -1 become 0."""
+        tokens = self.on_device[: len(rows)]
+        if list(rows) != list(range(len(rows))):
+            tokens = self.on_device.index_select(0, sent(torch.tensor(rows), target.device))
+        target.copy_(tokens.clamp(min=0))
+
+
 @dataclass
 class RowSampling:
     """How the next tokens of the rows with logits are chosen on the device.
@@ -116,15 +149,14 @@ class RowSampling:
         counts: int32 [rows with logits], draws of a request before this one.
         seen: for penalties: (row, token, entry) of each token in prompt or output, int64 [3, entries], with the entries
             of the table in `ops.triton.sampling.sample`; None: no row has penalties.
-        tokens: the chosen tokens of the rows, set by the executor; -1 where logits are not finite. None: the executor
-            has chosen none.
+        chosen: the chosen tokens of the rows, set by the executor; None: the executor has chosen none.
     """
 
     options: torch.Tensor
     seeds: torch.Tensor
     counts: torch.Tensor
     seen: torch.Tensor | None = None
-    tokens: list[int] | None = None
+    chosen: ChosenTokens | None = None
 
 
 class RaggedBatch:
@@ -141,6 +173,17 @@ class RaggedBatch:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
         self.hidden: torch.Tensor | None = None  # last hidden states of all rows, [rows, width], if a slice wants them
         self.sampling: RowSampling | None = None  # how tokens are chosen on the device; None: by the caller
+        # Tokens of the slices that the host has not read: those of an earlier pass, and the row of each slice in it.
+        self.after: tuple[ChosenTokens, Sequence[int]] | None = None
+
+    def know_tokens(self) -> None:
+        """Wait for the tokens that the host has not read, and write them into the slices."""
+        if self.after is None:
+            return
+        (chosen, rows), self.after = self.after, None
+        tokens = chosen.read()
+        for span, row in zip(self.spans, rows, strict=True):
+            span.tokens[0] = max(tokens[row], 0)  # type: ignore[index]
 
     @property
     def wants_hidden(self) -> bool:

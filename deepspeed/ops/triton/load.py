@@ -5,9 +5,9 @@ Nothing is compiled here, and Triton is not needed. The folder is made by `pytho
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from deepspeed.errors import CheckpointCorruptError, NotAvailableError, UsageErr
 from deepspeed.ops.triton.build import COMPILED, FORMAT, MANIFEST, SCRATCH, WARP, source_hash
 from deepspeed.ops.triton.variants import KernelForm
 
-_PACKED = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+_FLOAT, _FLOAT_BITS = struct.Struct("<f").pack, struct.Struct("<I").unpack
 
 
 class KernelDriver(Protocol):
@@ -28,7 +28,7 @@ class KernelDriver(Protocol):
     def load(self, code: bytes, function: str, shared: int) -> Any: ...
 
     def launch(
-        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[Any]
+        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, words: list[int]
     ) -> None: ...
 
 
@@ -71,7 +71,8 @@ class LoadedKernels:
             raise NotAvailableError(f"{folder} has no kernels for {architecture}, only for {have}")
         self.folder, self.architecture = folder, architecture
         self._driver: KernelDriver = CudaDriver(device) if driver is None else driver
-        self._entries: dict[str, dict[str, Any]] = manifest["kernels"][architecture]
+        entries: dict[str, dict[str, Any]] = manifest["kernels"][architecture]
+        self._entries = {name: {**entry, "aligned": set(entry["aligned"])} for name, entry in entries.items()}
         self._functions: dict[str, Any] = {}
 
     def has(self, variant: KernelForm) -> bool:
@@ -104,27 +105,28 @@ class LoadedKernels:
             UsageError: it is not loaded, the number of arguments is another one, an argument is of another kind or not
                 aligned as it was compiled for, or the driver refuses the launch.
         """
-        if variant.name not in self._functions:
-            raise UsageError(f"kernel {variant.name} is not loaded; call `prepare` at the start")
-        entry = self._entries[variant.name]
-        packed = pack(variant.name, arguments, entry["types"], set(entry["aligned"]))
-        self._driver.launch(self._functions[variant.name], grid, entry["warps"] * WARP, entry["shared"], packed)
+        name = variant.name
+        if name not in self._functions:
+            raise UsageError(f"kernel {name} is not loaded; call `prepare` at the start")
+        entry = self._entries[name]
+        words = pack(name, arguments, entry["types"], entry["aligned"])
+        self._driver.launch(self._functions[name], grid, entry["warps"] * WARP, entry["shared"], words)
 
 
-def pack(name: str, arguments: Sequence[Any], types: Sequence[str], aligned: set[int]) -> list[Any]:
-    """Return the arguments of a launch as ctypes values, with those that Triton adds; errors as in `launch`."""
+def pack(name: str, arguments: Sequence[Any], types: Sequence[str], aligned: set[int]) -> list[int]:
+    """Return the arguments of a launch as words of 8 bytes, with those that Triton adds; errors as in `launch`."""
     if len(arguments) != len(types):
         raise UsageError(f"kernel {name} takes {len(types)} arguments, not {len(arguments)}")
-    packed: list[Any] = []
+    words: list[int] = []
     for number, (value, kind) in enumerate(zip(arguments, types, strict=True)):
         tensor = isinstance(value, torch.Tensor)
-        if tensor != kind.startswith("*"):
+        if tensor != (kind[0] == "*"):
             raise UsageError(f"argument {number} of kernel {name} is {kind}, not {type(value).__name__}")
-        raw = value.data_ptr() if tensor else value
-        if number in aligned and raw % 16:
-            raise UsageError(f"argument {number} of kernel {name} is {raw}, and it was compiled for multiples of 16")
-        packed.append(ctypes.c_uint64(raw) if tensor else _PACKED[kind](raw))
-    return packed + [ctypes.c_uint64(0)] * SCRATCH
+        word = value.data_ptr() if tensor else _FLOAT_BITS(_FLOAT(value))[0] if kind == "fp32" else value & 0xFFFFFFFF
+        if number in aligned and word % 16:
+            raise UsageError(f"argument {number} of kernel {name} is {word}, and it was compiled for multiples of 16")
+        words.append(word)
+    return words + [0] * SCRATCH
 
 
 def load_kernels(folder: Path | None = None, device: torch.device | None = None) -> LoadedKernels:
