@@ -77,7 +77,13 @@ class Setting:
         return rehearsed if self.rehearse else card
 
 
-SUITES = ("paged_attention", "row_kernels", "sampling_kernels", "packed_products", "block_kernels")
+SUITES = {
+    "paged_attention": 25,
+    "row_kernels": 4,
+    "sampling_kernels": 6,
+    "packed_products": 4,
+    "block_kernels": 4,
+}  # seconds
 STAGES = ("stage0", "stage1", "stage2", "stage3")
 TINY = ("llama-tiny", 1, 32)  # model, sequences and tokens of each in a rehearsal of `training`
 _SMALL = {"model": "gpt2", "micro": 8, "length": 1024}
@@ -106,7 +112,7 @@ PARTS = (
         "What is there, what it reaches, and what is built",
         "benchmarks.gpu.environment:measure",
         (
-            Row("machine", 3, 1, {"what": "machine"}),
+            Row("machine", 7, 1, {"what": "machine"}),
             Row("native library", 90, 1, {"what": "native"}),
             Row("kernels, built", 40, 1, {"what": "kernels"}),
             Row("ceilings", 6, 1, {"what": "ceilings"}),
@@ -122,7 +128,10 @@ PARTS = (
         "kernels",
         "Compiled kernels beside references in fp64",
         "benchmarks.gpu.checks:kernels",
-        (*(Row(suite, 20, 1, {"suite": suite}) for suite in SUITES), Row("messages, speed", 5, 1, {"suite": "speed"})),
+        (
+            *(Row(suite, seconds, 1, {"suite": suite}) for suite, seconds in SUITES.items()),
+            Row("messages, speed", 5, 1, {"suite": "speed"}),
+        ),
     ),
     Part(
         "parity",
@@ -130,7 +139,10 @@ PARTS = (
         "benchmarks.gpu.checks:parity",
         (
             Row("on the CPU", 40, 1, {"stage": -1}),
-            *(Row(f"stage {stage}", 8, 1, {"stage": stage}) for stage in (3, 0, 1, 2)),
+            *(
+                Row(f"stage {stage}", seconds, 1, {"stage": stage})
+                for stage, seconds in ((3, 12), (0, 3), (1, 3), (2, 3))
+            ),
         ),
     ),
     Part(
@@ -138,9 +150,9 @@ PARTS = (
         "Tokens, latency and throughput beside Transformers and vLLM",
         "benchmarks.gpu.generation:measure",
         (
-            Row("tokens", 25, 1, {"what": "tokens"}),
-            Row("latency, 1 x 128", 35, 1, {"what": "latency", "batch": 1, "context": 128}),
-            Row("throughput", 60, 1, {"what": "throughput"}),
+            Row("tokens", 35, 1, {"what": "tokens"}),
+            Row("latency, 1 x 128", 25, 1, {"what": "latency", "batch": 1, "context": 128}),
+            Row("throughput", 45, 1, {"what": "throughput"}),
             Row("invariance", 25, 1, {"what": "invariance"}),
             Row("weights, 1 x 128", 45, 1, {"what": "weights", "batch": 1, "context": 128}),
             Row("latency, 32 x 1024", 40, 2, {"what": "latency", "batch": 32, "context": 1024}),

@@ -204,6 +204,8 @@ def test_a_row_that_takes_too_long_is_left_alone_at_once(tmp_path: Path, monkeyp
     assert replace(call, rehearse=True)._overdue(part, now) == ""
     call.results.append("part", "hangs", ENDED, final=True)
     assert ("part", "hangs") in call.results.rows()
+    assert call._overdue(part, now - 20) == "", "the next row may begin"
+    monkeypatch.setattr(command.time, "time", lambda: now + 100)
     assert "54 s" in call._overdue(part, now - 20), "no row begins"
 
 
@@ -225,7 +227,7 @@ def test_a_call_goes_on_in_the_newest_folder_of_its_card(tmp_path: Path) -> None
 
 
 def test_the_report_has_every_row_and_draws_every_side(tmp_path: Path) -> None:
-    results, part = Results(tmp_path / "emulated-2026-01-01"), PARTS[5]
+    results, part = Results(tmp_path / "emulated-2026-01-01"), next(part for part in PARTS if part.name == "training")
     results.append("environment", "machine", OK, says="a | b", card="emulated", seconds=1.0, sources="0badcafe")
     results.append("training", part.rows[0].key, OK, says="faster", sides=SIDES, seconds=2.0, sources="0badcafe")
     results.append("generation", "vLLM", MISSING, says="vLLM is not installed", seconds=0.1)
