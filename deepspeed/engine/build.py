@@ -151,7 +151,7 @@ class Components:
             in_flight=zero.reduce_bucket_size * (2 if overlap else 1),
             prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
             in_rank_order=config.deterministic_reduction,
-            watch_ranks=low,
+            watch_ranks=low and axes.dp_sp_group.size > 1,
             wire=gradient_wire(config),
         )
         complete = None if lifecycle is None else lifecycle.gradients_complete

@@ -23,7 +23,10 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
             yield from leaves_in(item, kinds)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in cast("Iterable[Any]", value):
-            yield from leaves_in(item, kinds)
+            if isinstance(item, kinds):
+                yield item
+            else:
+                yield from leaves_in(item, kinds)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves_in(getattr(value, field.name, None), kinds)

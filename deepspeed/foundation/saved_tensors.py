@@ -38,10 +38,7 @@ def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
 
 def saved_by(node: object) -> Iterator[tuple[str, Any]]:
     """Yield (name of the unpacking attribute, `SavedTensor`) of each saved tensor of a node; none after backward."""
-    for name in _names_of(type(node)):
-        unpacked = name.removeprefix("_raw")
-        if not hasattr(type(node), unpacked):
-            unpacked = unpacked.removeprefix("_")  # of functions written in Python
+    for name, unpacked in _names_of(type(node)):
         try:
             saved: Any = getattr(node, name)
         except RuntimeError:  # its backward is over
@@ -52,5 +49,8 @@ def saved_by(node: object) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _names_of(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+def _names_of(kind: type) -> list[tuple[str, str]]:
+    """Return the attributes of a class of nodes that hold saved tensors: names as saved, and as unpacked."""
+    names = [(name, name.removeprefix("_raw")) for name in dir(kind) if name.startswith("_raw_saved_")]
+    # Functions written in Python have other names.
+    return [(name, unpacked if hasattr(kind, unpacked) else unpacked.removeprefix("_")) for name, unpacked in names]

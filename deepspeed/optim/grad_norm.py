@@ -30,7 +30,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
     if sums is not None:
         return torch.tensor(sums[0], dtype=torch.float64)
     if flat.device.type != "cpu":
-        # float64 costs no further pass over memory, and float32 squares of finite gradients may overflow.
+        # float32 squares of finite gradients may overflow.
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     # An infinite float32 sum may come from large squares of finite gradients.
@@ -68,14 +68,18 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
     return list(sums)
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def clip_factor(norm: float | torch.Tensor, limit: float) -> float | torch.Tensor:
     """Return the factor that limits the gradient norm to `limit` (Pascanu et al., 2013; formula of torch).
 
-    The factor is 1 if `limit` (`gradient_clipping`) is 0 or `norm` is not finite.
+    The factor is 1 if `limit` (`gradient_clipping`) is 0 or `norm` is not finite. With a norm that is a 0-d float64
+    tensor, it is such a tensor with the same value, computed without a wait for the device.
     """
-    if limit <= 0.0 or not math.isfinite(norm):
+    if limit <= 0.0:
         return 1.0
-    return min(1.0, limit / (norm + 1e-6))
+    if isinstance(norm, torch.Tensor):
+        factor = torch.full_like(norm, limit).div_(norm + 1e-6).clamp_(max=1.0)
+        return torch.where(norm.isfinite(), factor, 1.0)
+    return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 
 Params = Iterable[torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,10 +103,13 @@ class InputCaster:
             if not own or isinstance(child, _PAIRED_WITH_BUFFERS):
                 continue
             target = dtypes[own[0]]
-            call = hook(lambda mod, args, kwargs, t=target, n=name: self._cast(mod, n, args, kwargs, t))
+            call = hook(functools.partial(self._cast, name, target))
             self._handles.append(child.register_forward_pre_hook(call, with_kwargs=True))
 
-    def _cast(self, module: nn.Module, name: str, args: Any, kwargs: Any, target: torch.dtype) -> Any:
+    def _cast(self, name: str, target: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype == target:
+            return None  # nearly every call, and there are as many as modules
+
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == target or not tensor.is_floating_point():
                 return tensor

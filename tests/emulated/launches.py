@@ -32,10 +32,10 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """32 of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -46,11 +46,11 @@ class Blocks(nn.Module):
 Step = tuple[Callable[[torch.Tensor], None], Callable[[], None]]  # a step, and the end
 
 
-def package(stage: int, clip: float) -> Step:
-    """This package at a stage, gathering block by block."""
+def engine_of(stage: int, clip: float, depth: int = DEPTH, **keys: Any) -> Any:
+    """An engine at a stage, which gathers block by block; `keys` of the JSON are added."""
     import deepspeed
 
-    model = Blocks()
+    model = Blocks(depth)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": clip,
@@ -63,7 +63,12 @@ def package(stage: int, clip: float) -> Step:
             "stage3_fixed_graph": True,  # the comparisons of the first steps are not what a step costs
         },
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | keys)[0]
+
+
+def package(stage: int, clip: float) -> Step:
+    """This package at a stage."""
+    engine = engine_of(stage, clip)
 
     def step(x: torch.Tensor) -> None:
         engine.backward(engine(x))
@@ -122,3 +127,27 @@ def cost(maker: str, stage: int, clip: float) -> dict[str, Any]:
         step(x)
     end()
     return {"counters": seen.counters, "waits": seen.waits, "reports": seen.reports}
+
+
+def alone(stage: int, clip: float, accumulation: int, keys: dict[str, Any]) -> dict[str, Any]:
+    """Steps of one rank: losses, norms and masters, and what the last step cost with its launches and waits."""
+    import deepspeed
+
+    native = emulates()
+    engine = engine_of(stage, clip, 4, gradient_accumulation_steps=accumulation, **keys)
+    losses, norms = [], []
+    for number in range(4):
+        with observed() as seen:
+            native.clear()
+            for micro in range(accumulation):
+                loss = engine(torch.ones(ROWS, WIDTH, device="cuda") * (1 + number + micro))
+                engine.backward(loss)
+                engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    buffers = len(engine._components.reducer.reduce_scatter.buffers())
+    masters = map(deepspeed.utils.safe_get_full_fp32_param, engine.module.parameters())
+    weights = [master.cpu().tolist() for master in masters]
+    engine.destroy()
+    record = {"counters": seen.counters, "waits": seen.waits, "reports": seen.reports}
+    return record | {"values": (losses, norms, weights), "buffers": buffers}

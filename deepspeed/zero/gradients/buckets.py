@@ -141,6 +141,7 @@ class Bucket:
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
         here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the local sum needs no reduction
+        self._alone = here and group.ranks.copies is None  # nor is it summed with copies on other ranks
         self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
         self._places: list[torch.Tensor] | None = None  # views of `local`, one for each parameter
@@ -178,6 +179,11 @@ class Bucket:
     def _encode(self) -> None:
         encoded = EncodedGradients(self.group, self._wire, self.whole, self.dtype)
         self.encoded = encoded if encoded.slices is not None or encoded.copies is not None else None
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Return whether gradients can be copied into the empty accumulator itself, since nothing is communicated."""
+        return self._alone and not self.filled
 
     @property
     def total(self) -> StoredTensor:

@@ -19,8 +19,8 @@ _LABEL = "agreement on the gradient norm"
 
 
 def global_norm(
-    buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
-) -> tuple[float, list[list[float]]]:
+    buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = (), waits: bool = True
+) -> tuple[float | torch.Tensor, list[list[float]]]:
     """Compute the L2 norm of all accumulated gradients of the model. Collective: all ranks must call this.
 
     Args:
@@ -29,24 +29,39 @@ def global_norm(
         reducer: reducer of the buckets.
         tag: message tag, unique on the process group `model_replica_group`.
         along: further numbers to exchange in the same message, equally many on every rank.
+        waits: read the norm from the device also if no other rank needs it.
 
     Returns:
-        Norm (NaN or infinity if a gradient is not finite), and the numbers `along` of each rank, in rank order.
+        Norm (NaN or infinity if a gradient is not finite), and the numbers `along` of each rank, in rank order. Unless
+        `waits`, the norm of a model on one device is a 0-d float64 tensor there.
     """
     adding = [bucket for bucket in buckets if bucket.counted]
     known = reducer.squares.own(reducer.revision) if adding else None
     squares = _squares(adding, exact) if known is None else known
+    if isinstance(squares, torch.Tensor):
+        if not waits and reducer.axes.model_replica_group.size == 1:
+            return squares.sqrt(), [list(along)]
+        squares = scalars.current.value(squares)
     table = scalars.current.table(reducer.axes.model_replica_group, [squares, *along], tag, _LABEL, reducer.device)
     return _root(sum(row[0] for row in table)), [row[1:] for row in table]
 
 
-def _squares(buckets: list[Bucket], exact: bool) -> float:
-    """Return this rank's sum of squares; reads offloaded accumulators one at a time, prefetching the next."""
+def _squares(buckets: list[Bucket], exact: bool) -> float | torch.Tensor:
+    """Return this rank's sum of squares; reads offloaded accumulators one at a time, prefetching the next.
+
+    That of accumulators on one device is a 0-d float64 tensor there.
+    """
     totals = [bucket.total for bucket in buckets]
     if all(total.memory is not None for total in totals):  # one native call
-        native = native_sums_of_squares([b.own(total.acquire()) for b, total in zip(buckets, totals, strict=True)])
+        parts = [bucket.own(total.acquire()) for bucket, total in zip(buckets, totals, strict=True)]
+        native = native_sums_of_squares(parts)
         if native is not None:
             return math.fsum(native)
+        if parts and all(
+            part.device.type != "cpu" for part in parts
+        ):  # few kernels, whose squares and sums are float64
+            norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
+            return torch.stack(norms).square().sum()
     by_device: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
     for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
         if following is not None:
@@ -135,7 +150,8 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
         of_slice = "" if reducer.axes.whole_model_agrees else " of this model slice"
         return f"the gradient norm overflows although every gradient{of_slice} is finite"
     _, bucket, member = ordered[first]
-    sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
+    alone = reducer.axes.dp_sp_group.size == 1  # then no checksums are kept
+    sent = float(alone or any(not math.isfinite(float(total)) for total in bucket.sent))
     marks = scalars.current.table(reducer.axes.dp_sp_group, [sent], tags[1], _LABEL, device)
     ranks = [reducer.axes.dp_sp_group.ranks[r] for r, (mark,) in enumerate(marks) if mark]
     origin = f"sent by rank {', '.join(map(str, ranks))}" if ranks else "formed in the sum over ranks"

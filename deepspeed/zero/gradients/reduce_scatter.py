@@ -193,6 +193,8 @@ class GradReduceScatter:
     def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
         """Accumulate a round on an axis with one rank, without communication."""
         if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
+            if current.post_reduce_scale != 1.0:
+                current.buffer.mul_(current.post_reduce_scale)
             bucket.filled = True  # the gradients were collected in the accumulator itself
             return
         leaving = bucket.add([current.buffer], current.post_reduce_scale)

@@ -45,7 +45,7 @@ class GradScale(NamedTuple):
     """Dtype and factors with which a gradient is reduced."""
 
     dtype: torch.dtype  # dtype of the round's buffer
-    exact: bool  # whether `dtype` is that of the accumulator
+    sums: bool  # whether several gradients of a parameter are added in the buffer: else each has a round of its own
     pre_reduce_scale: float  # factor on the gradient
     post_reduce_scale: float  # factor on the sum
     sends_now: bool  # launch the round as soon as it is complete
@@ -61,7 +61,8 @@ class GradScales:
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
-        self._made: dict[tuple[torch.dtype, bool], GradScale] = {}  # by kind of bucket, for `_revision`
+        # By kind of bucket and whether it takes gradients itself, for `_revision`.
+        self._made: dict[tuple[tuple[torch.dtype, bool], bool], GradScale] = {}
         self._revision = window.revision
 
     def of(self, bucket: Bucket) -> GradScale:
@@ -69,9 +70,10 @@ class GradScales:
         if self._revision != self._window.revision:
             self._revision = self._window.revision
             self._made.clear()
-        entry = self._made.get(bucket.kind)
+        key = bucket.kind, bucket.takes_gradients
+        entry = self._made.get(key)
         if entry is None:
-            entry = self._made[bucket.kind] = self._form(bucket)
+            entry = self._made[key] = self._form(bucket)
         return entry
 
     def _form(self, bucket: Bucket) -> GradScale:
@@ -80,13 +82,15 @@ class GradScales:
             dtype = settings.accumulator
         else:
             dtype = settings.comm_dtype or bucket.group.dtype
-        exact = dtype == settings.accumulator
-        if exact:
+        sums = dtype == settings.accumulator
+        if sums:
             at_entry, at_owner = window.factor * (1.0 if window.weight is None else window.weight), 1.0
         else:
             at_entry, at_owner = self.prescale, window.factor / self.prescale
+        if not sums and bucket.takes_gradients and settings.comm_dtype is None and settings.prescale is None:
+            dtype = settings.accumulator  # of the same values as a round in low precision, without its buffer
         sends_now = window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
-        return GradScale(dtype, exact, at_entry, at_owner, sends_now)
+        return GradScale(dtype, sums, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
         """Return whether the bucket sums several micro-batches before the reduction."""
@@ -167,12 +171,13 @@ class Reducer:
 
     def arrived(self, member: ParamRecord) -> None:
         """Move a parameter's new gradient from autograd to its bucket, and launch the round if it is complete."""
-        gradient = raw_grad(member.param)
+        param = member.param
+        gradient = raw_grad(param)
         if gradient is None:
             return
         if collectives.PLANTED_DELAY is not None:
             collectives.delay(f"gradient of {member.name}")
-        set_raw_grad(member.param, None)
+        set_raw_grad(param, None)
         if self.muted:
             return
         self.clean = False
@@ -202,7 +207,7 @@ class Reducer:
         """Copy or add one gradient to the open round, and return the round; opens one if needed."""
         current, index = bucket.round, member.index
         if current is not None:
-            again = not how.exact and index in current.arrived  # a sum in low precision would round
+            again = not how.sums and index in current.arrived  # a sum in low precision would round
             if again or current.buffer.dtype != how.dtype or current.post_reduce_scale != how.post_reduce_scale:
                 self._launch(bucket)
                 current = None
@@ -212,7 +217,8 @@ class Reducer:
             gradient = member.without_padding(gradient)
         place = bucket.place(current.buffer, index)
         if gradient.is_sparse:
-            add_rows(place, gradient, how.pre_reduce_scale, index in current.arrived)
+            rows = gradient if how.sums else gradient.coalesce()
+            add_rows(place, rows, how.pre_reduce_scale, index in current.arrived)
             current.arrived.add(index)
             return current
         if index in current.arrived:

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
@@ -99,7 +100,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.traits = UpdateTraits(known=True) if traits is None else traits
         self.overflow = False
         self.skip_reason: str | None = None
-        self._global_grad_norm: float | None = None
+        self._norm: float | torch.Tensor | None = None  # of the last update; a tensor until somebody reads it
         self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
         self.piggyback_values: list[float] = []  # numbers to all-gather in the same message as the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
@@ -337,15 +338,15 @@ class ZeroOptimizer(OptimizerSurface):
             tag = tag_of(self._norm_channel, SMALL, self._norms)
             buckets = self.reducer.squares.buckets if wanted else []
             count, along = len(self.piggyback_values), [*self.piggyback_values, *self.optional_values]
-            total, gathered = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, along)
+            total, gathered = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, along, self._reads_norm)
             self.gathered_piggyback_values = [row[:count] for row in gathered]
             self.gathered_optional_values = [row[count:] for row in gathered if self.optional_values]
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # with a loss scale, NaN results from an overflow: inf - inf
-        self._global_grad_norm = norm
+        self._norm = norm
         if self._inspect is not None:
-            self._inspect(norm, self.gathered_piggyback_values)
+            self._inspect(self._global_grad_norm, self.gathered_piggyback_values)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
@@ -353,6 +354,19 @@ class ZeroOptimizer(OptimizerSurface):
         self._end_window()
         if self.scaler is not None:
             self.scaler.update(self.overflow)
+
+    @property
+    def _reads_norm(self) -> bool:
+        """Return whether the update depends on the value of the norm, so that the host must wait for it."""
+        narrow = self.reducer.settings.accumulator.itemsize < torch.float32.itemsize  # a factor there would be rounded
+        return self.settings.check or self._inspect is not None or narrow
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """Return the norm of the last update; the first read of a norm on a device waits for it."""
+        if isinstance(self._norm, torch.Tensor):
+            self._norm = scalars.current.value(self._norm)
+        return self._norm
 
     def inspect_norm(self, inspect: Callable[[float | None, list[list[float]]], None]) -> None:
         """Set a callback that each step calls between the gradient norm and the update.
@@ -428,7 +442,7 @@ class ZeroOptimizer(OptimizerSurface):
         for member in changed:
             self.import_edits(member)
 
-    def _apply(self, factor: float, call: Callable[[], Any] | None) -> None:
+    def _apply(self, factor: float | torch.Tensor, call: Callable[[], Any] | None) -> None:
         """Update the shards with gradients times `factor`, and all-gather the parameters; see `update.update`."""
         self._take_over_edits()
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:

@@ -83,12 +83,12 @@ class UpdateStep:
         return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
 
     @contextlib.contextmanager
-    def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
+    def prepared(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> Iterator[bool]:
         """Return a context in which the state is in memory and the leaves (or a CPU optimizer's folds) have gradients.
 
         Args:
             optimizer: inner optimizer.
-            factor: factor on all gradients.
+            factor: factor on all gradients; a 0-d tensor if all are on a device.
 
         Yields:
             Whether the optimizer's step also rounds the master weights to the model's dtype.
@@ -105,12 +105,16 @@ class UpdateStep:
                 if not at_hand:
                     stack.enter_context(shard.at_hand(changed=True))
                 totals[id(shard.bucket)] = stack.enter_context(total.borrowed())
-            if isinstance(optimizer, HostOptimizer) and all(t.device.type == "cpu" for t in totals.values()):
+            on_host = all(t.device.type == "cpu" for t in totals.values())
+            if isinstance(optimizer, HostOptimizer) and not isinstance(factor, torch.Tensor) and on_host:
                 rounds = self._fold(optimizer, totals, factor, stack)
             else:
                 rounds = False
-                for total in totals.values() if factor != 1.0 else ():
-                    total.mul_(factor)
+                sums = list(totals.values())
+                if sums and isinstance(factor, torch.Tensor):
+                    torch._foreach_mul_(sums, factor.to(sums[0].dtype))
+                elif sums and factor != 1.0:
+                    torch._foreach_mul_(sums, factor)
                 for fragment in self.touched:
                     leaf, gradient = fragment.leaf, fragment.gradient(totals[id(fragment.bucket)])
                     leaf.grad = gradient if gradient.dtype == leaf.dtype else gradient.to(leaf.dtype)
@@ -229,7 +233,7 @@ def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
 def update(
     optimizer: torch.optim.Optimizer,
     waves: list[UpdateStep],
-    factor: float,
+    factor: float | torch.Tensor,
     updated: Callable[[list[ShardGroup]], None] | None = None,
     late: bool = False,
     call: Callable[[], Any] | None = None,

@@ -98,6 +98,8 @@ class BufferViews:
         """Return whether autograd has saved a gathered parameter itself in a way that needs its values to stay."""
         param = member.param
         count = references_to(param) - 1  # without the reference of Python
+        if count == 0:
+            return False
         if count == 1 and param.requires_grad and not (member.accumulates and torch._C._current_graph_task_id() != -1):
             with torch.enable_grad():  # the reference may be that of the node that accumulates the gradient
                 node = param.view_as(param).grad_fn  # keeps this node alive

@@ -32,6 +32,9 @@ init_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] =
 _raw_grad: Any = torch._C.TensorBase.grad  # torch's own attribute, without the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
 _raw_class: Any = object.__dict__["__class__"]
+# Set data and class of parameters without the properties of ManagedParameter, which detect what users set.
+set_raw_data: Any = _raw_data.__set__
+set_raw_class: Any = _raw_class.__set__
 
 METADATA = frozenset(
     "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "

@@ -261,11 +261,12 @@ class PrefetchScheduler:
         self._prefetch()
         self._read_ahead()
         for group in groups:
-            with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
-                group.wait_all_gather()
+            if group.state is not State.GATHERED:
+                with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
+                    group.wait_all_gather()
+                self.note(group)
             if torch.is_grad_enabled():
                 group.keep_secondary()
-            self.note(group)
 
     def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
         if self.profile is None:
@@ -289,7 +290,7 @@ class PrefetchScheduler:
 
     def _read_ahead(self) -> None:
         """Start to load the shard of the next sharded group from its storage tier, before its all-gather."""
-        group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
+        group = next(self._sharded_to_come(), None) if self._coming and self.limits.prefetch > 0 else None
         if group is not None:
             group.expect_gather()
 

@@ -40,8 +40,9 @@ from deepspeed.zero.parameters.parameter import (
     manage,
     reject_functionalize,
     reject_write,
+    set_raw_class,
+    set_raw_data,
     unmanage,
-    was_replaced,
 )
 from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
 
@@ -244,6 +245,8 @@ class ShardGroup(ForwardGathers):
             arrival = self.bring_own()
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
+        elif self.axis.size == 1:
+            meet_before(self.axis, label)
         else:
             # On the stream of the shard's copy, so that the current stream does not wait for it.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
@@ -280,10 +283,10 @@ class ShardGroup(ForwardGathers):
             replaced = []
             for member, view in zip(self.members, self.views, strict=True):
                 param = member.param
-                param.__class__ = ManagedParameter
-                if was_replaced(param, member):
+                set_raw_class(param, ManagedParameter)
+                if param.data_ptr() != (view if member.saved else member.placeholder).data_ptr():
                     replaced.append(member)
-                param.data = view
+                set_raw_data(param, view)
                 member.version, member.saved = param._version, False
             self.buffer_views.saved = 0
             self.buffer_views.snapshot()
@@ -341,7 +344,7 @@ class ShardGroup(ForwardGathers):
             changed = version != member.version
             if not changed and param.data_ptr() != view.data_ptr():  # after `param.data = …`
                 changed = param.dtype != view.dtype or not torch.equal(param.detach(), view)
-            changed = changed or self.buffer_views.written(member)
+            changed = changed or (member.snapshot is not None and self.buffer_views.written(member))
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None
@@ -351,8 +354,8 @@ class ShardGroup(ForwardGathers):
                 )
             member.version = version
             member.saved = self.buffer_views.saves(member)
-            param.data = member.under(param)
-            param.__class__ = ShardedParameter
+            set_raw_data(param, view if member.saved else member.placeholder)
+            set_raw_class(param, ShardedParameter)
         self.state, self.decoded = State.SHARDED, False
         self.buffer_views.release_storage()
 

@@ -38,6 +38,8 @@ def test_factor() -> None:
     assert clip_factor(5.0, 0.0) == clip_factor(0.5, 1.0) == clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_factor(math.nan, 1.0) == clip_factor(math.inf, 1.0) == 1.0
+    for norm in (0.0, 0.3, 1.0, 7.1, 1e30, math.inf, math.nan):  # with the same bits on a device
+        assert float(clip_factor(torch.tensor(norm, dtype=torch.float64), 0.7)) == clip_factor(norm, 0.7)
     gradient = torch.nn.Parameter(torch.zeros(3))
     gradient.grad = torch.tensor([3.0, 4.0, 12.0])
     torch.nn.utils.clip_grad_norm_([gradient], 2.0)
