@@ -76,14 +76,15 @@ def _rotation(case: dict[str, Any]) -> Check:
     rotary = head if rotary is None else rotary
 
     def check(kernels: Kernels) -> None:
-        generator, rows = torch.Generator().manual_seed(5), 4
+        generator, rows = torch.Generator().manual_seed(5), case["rows"]
         joint = torch.randn(rows, (case["heads"] + case["cached"]) * head, generator=generator).to(dtype)
         queries, keys = joint.split([case["heads"] * head, case["cached"] * head], 1)
         queries, keys = queries.unflatten(1, (-1, head)), keys.unflatten(1, (-1, head))
         values = torch.randn(rows, case["cached"], value, generator=generator).to(dtype)
         cosines, sines = (torch.randn(rows, rotary, generator=generator).to(dtype) for _ in range(2))
-        slots = torch.tensor([7, 0, -1, 11])
-        pools = tuple(torch.full((13, case["cached"], size), 99.0, dtype=dtype) for size in (head, value))
+        slots = torch.randperm(rows + 9, generator=generator)[:rows]
+        slots[2] = -1
+        pools = tuple(torch.full((rows + 9, case["cached"], size), 99.0, dtype=dtype) for size in (head, value))
         out = rotate_into_pages(
             kernels, (queries, keys, values), (cosines, sines), (pools[0], pools[1]), slots, case["interleaved"]
         )
@@ -101,7 +102,7 @@ def _rotation(case: dict[str, Any]) -> Check:
         agrees(out[used], turned(queries)[used], 2)
         agrees(pools[0][slots[used]], turned(keys)[used], 2)
         assert torch.equal(pools[1][slots[used]], values[used]), "values"
-        others = torch.ones(13, dtype=torch.bool)
+        others = torch.ones(rows + 9, dtype=torch.bool)
         others[slots[used]] = False
         assert all(bool((pool[others] == 99).all()) for pool in pools), "slots of no row are written"
 
@@ -129,7 +130,7 @@ NORMS = {
 HEAD_NORMS = {"width": (16, 80, 128), "heads": (1, 3), "dtype": DTYPES, "eps": (1e-6, 1e-1), "gap": (0, 16)}
 ROTATIONS = {
     "head": (16, 64, 80, 128), "value": (0, 48), "dtype": DTYPES, "rotary": (None, 8), "interleaved": (False, True),
-    "heads": (1, 5), "cached": (1, 2),
+    "heads": (1, 5, 9), "cached": (1, 2), "rows": (4, 257),
 }  # fmt: skip
 GATES = {"width": (1, 96, 1024, 2500), "dtype": DTYPES, "activation": ACTIVATIONS, "size": (1.0, 20.0), "gap": (0, 8)}
 

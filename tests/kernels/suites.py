@@ -32,26 +32,30 @@ class Suite:
 
 
 # Where nothing has been seen, any finite base gives weights of zero. What lies outside of a tile's keys, or beyond a
-# head's size, is masked again, multiplied by zeros, or not stored. Blocks that are read in vain change nothing.
+# head's size, is masked again, multiplied by zeros, or not stored. Blocks that are read in vain change nothing, nor
+# do masks that hide nothing, nor splits without keys.
 ATTENTION_EQUIVALENT = (
     ('base = tl.where(joined == float("-inf"), 0.0, joined)', "'0.0' value"),
     ('base = tl.where(highest == float("-inf"), 0.0, highest)', "'0.0' value"),
     ('base = tl.where(base == float("-inf"), 0.0, base)', "'0.0' value"),
     ("other=0.0,", "'0.0' value"),
     ("other=0.0)", "'0.0' value"),
-    ("inside, other=-1)", "value"),
+    ("(numbers < high), other=-1)", "'1' value"),
+    ("if (block + BLOCK_KEYS - 1 > first)", "ops -> GtE"),
+    ("if (block + BLOCK_KEYS - 1 > first)", "ops -> LtE"),
+    ("if (block % SPLIT == 0) & (block > start)", "ops -> GtE"),
     ("low // BLOCK_KEYS * BLOCK_KEYS", "op -> Sub"),
     ("size = tl.exp2", "'2.0' value -> 0"),
 )
 # Places beyond a row's width are zero by another mask, or are not stored; a rotation is not read where nothing turns.
 ROW_EQUIVALENT = (
     ("other=1.0", "value"),
-    ("others = tl.load", "'0.0' value"),
     ("x = tl.load(gate", "'0.0' value"),
     ("y = tl.load(up", "'0.0' value"),
     ("value = tl.load(values", "'0.0' value"),
-    ("result += tl.load(bias", "'0.0' value"),
-    ("sine = tl.load(sines", "'0.0' value"),
+    ("added = tl.load(bias", "'0.0' value"),
+    ("rotate_heads:", "'0.0' value"),
+    ("slot = tl.load(slots", "'1' value"),
 )
 # Beyond the inputs both factors are zero; outputs and rows beyond the last are not stored. A program with more tiles
 # than its own computes those of the next one, with equal values.

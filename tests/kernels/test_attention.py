@@ -48,6 +48,19 @@ def test_few_rows_over_many_keys_are_split(kernels: InterpretedKernels) -> None:
         kernels.launches.clear()
 
 
+def test_few_rows_have_small_tiles_and_the_bits_of_large_ones(kernels: InterpretedKernels) -> None:
+    results = []
+    for rows in (((1, 50), (40, 60)), ((50, 50), (40, 60))):
+        case = Case(head=16, dtype=torch.bfloat16, rows=rows)
+        inputs = inputs_of(case)
+        inputs.query[-41] = torch.linspace(-1, 1, 16)  # the last row of the first sequence
+        results.append(attended(kernels, case, inputs)[-41])
+    assert [name for name, _ in kernels.launches] == [
+        "attend_whole_bf16_16_page16_few", "attend_whole_bf16_16_page16", "attend_whole_bf16_16_page16",
+    ]  # fmt: skip
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("window", [0, 600])
 def test_next_tokens_read_each_key_once(kernels: InterpretedKernels, window: int) -> None:
     """Bytes of the pages that a pass reads are those of what its rows see; all others are a few per cent of them."""
@@ -99,6 +112,9 @@ def test_what_does_not_fit_is_refused(kernels: InterpretedKernels) -> None:
         PagedRows(counts, lengths[:2], inputs.table)
     with pytest.raises(ArgumentError, match="1 to `length` rows"):
         PagedRows((1, 0, 1), lengths, inputs.table)
+    for scale, cap in ((0.0, None), (-1.0, None), (1.0, 0.0)):
+        with pytest.raises(ArgumentError, match="have to be positive"):
+            AttentionRule(scale, cap=cap)
     with pytest.raises(ArgumentError, match="int32"):
         PagedRows(counts, lengths, inputs.table.long())
     with pytest.raises(NotAvailableError, match="heads of 1 to 256"):

@@ -19,10 +19,11 @@ from tests.kernels.needs import need_triton
 need_triton()
 
 from deepspeed.errors import CheckpointCorruptError, NotAvailableError, UsageError  # noqa: E402
+from deepspeed.ops.triton import paged_attention  # noqa: E402
 from deepspeed.ops.triton.build import occupancy, table  # noqa: E402
 from deepspeed.ops.triton.load import LoadedKernels, architecture_of, pack  # noqa: E402
 from deepspeed.ops.triton.row_variants import ARGUMENTS  # noqa: E402
-from deepspeed.ops.triton.variants import DTYPES, Variant, attention_variants  # noqa: E402
+from deepspeed.ops.triton.variants import DTYPES, WGMMA, Variant, attention_variants  # noqa: E402
 from tests.harness.pool import REPOSITORY  # noqa: E402
 from tests.kernels.attention_cases import Case, attended, inputs_of  # noqa: E402
 from tests.kernels.interpreter import InterpretedKernels, interpreted  # noqa: E402
@@ -53,7 +54,8 @@ def test_kernels_of_next_tokens_spill_nothing(compiled: tuple[Path, dict[str, An
     _, manifest = compiled
     for architecture in ("sm_80", "sm_90"):
         entries = manifest["kernels"][architecture]
-        decode = {name: entry for name, entry in entries.items() if not name.startswith("attend_whole")}
+        tall = {name for name in entries if name.startswith("attend_whole") and not name.endswith("_few")}
+        decode = {name: entry for name, entry in entries.items() if name not in tall}
         # heads × pages × caps and joins of bf16; heads and joins of fp32
         assert sum(name.startswith(("attend_split", "join_splits")) for name in decode) == 5 * 2 * 2 + 5 + 5 + 5
         kernels = {kernel for kernel in ARGUMENTS if any(name.startswith(kernel) for name in decode)}
@@ -61,14 +63,17 @@ def test_kernels_of_next_tokens_spill_nothing(compiled: tuple[Path, dict[str, An
         assert {name: entry["stack"] for name, entry in decode.items() if entry["stack"]} == {}
 
 
-def test_tiles_of_both_kinds_divide_keys_alike(compiled: tuple[Path, dict[str, Any]]) -> None:
-    """The order of a row's sums is the layout of the product's result: equal in both kernels, no wgmma in either."""
+def test_sums_over_keys_are_products(compiled: tuple[Path, dict[str, Any]]) -> None:
+    """Products add keys in one order in tiles of any size; a sum over a row would follow the tile's layout."""
     _, manifest = compiled
-    for entries in manifest["kernels"].values():
-        pairs = [(entries[name], entries[name.replace("split", "whole", 1)]) for name in entries if "split_" in name]
-        assert pairs and all(split["layouts"] == whole["layouts"] for split, whole in pairs)
-        layouts = {layout for split, _ in pairs for layout in split["layouts"]}
-        assert len(layouts) == 1 and "versionMajor = 2" in layouts.pop()
+    source = (Path(paged_attention.__file__)).read_text()
+    assert source.count("tl.dot(") == 3 and "tl.sum(" not in source
+    for architecture, entries in manifest["kernels"].items():
+        layouts = {name: " ".join(entry["layouts"]) for name, entry in entries.items() if name.startswith("attend_")}
+        small = [name for name in layouts if "split" in name or name.endswith("_few")]
+        assert small and all("versionMajor = 3" not in layouts[name] for name in small)
+        groups = [name for name in layouts if "versionMajor = 3" in layouts[name]]
+        assert bool(groups) == (WGMMA and architecture == "sm_90"), groups
 
 
 def test_what_is_there_is_not_compiled_again(compiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_the_loader_with_a_fake_driver_hands_over_what_the_kernels_take(
         attended(kernels, case, inputs_of(case))
     kernels.prepare(variants)
     kernels.prepare(variants)
-    assert len(driver.loaded) == 3
+    assert len(driver.loaded) == 4
     plain = InterpretedKernels(driver.kernels.module)
     inputs = inputs_of(case)
     assert torch.equal(attended(kernels, case, inputs), attended(plain, case, inputs))

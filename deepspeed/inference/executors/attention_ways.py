@@ -144,6 +144,8 @@ class KernelWay:
     def why_not(self, layer: LayerAttention, page: int) -> str | None:
         if (reason := unsupported(layer.dtype, layer.head, layer.value)) is not None:
             return reason
+        if not layer.scale > 0:
+            return f"its scale is {layer.scale}, and kernels need a positive one"
         variants = attention_variants(layer.dtype, layer.head, layer.value, page, layer.cap is not None).values()
         missing = next((variant.name for variant in variants if not self.kernels.has(variant)), None)
         if missing is not None:

@@ -27,7 +27,7 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.trained_lora import TrainedLora
 from deepspeed.ops.triton import rows, sampling
 from deepspeed.ops.triton.attention import Kernels, tile_rows
-from deepspeed.ops.triton.row_variants import rotation_variant, sampling_variants
+from deepspeed.ops.triton.row_variants import rotation_variants, sampling_variants
 from deepspeed.ops.triton.variants import KernelForm, attention_variants
 
 LONGEST_TABLE = 1 << 17  # positions of the rotation table at the start, at most
@@ -149,7 +149,8 @@ class PackedDecoder:
         structure = self.structure
         needed = structure.variants()
         for _, attention in self._attention:
-            needed.add(rotation_variant(structure.dtype, attention.head, attention.value, self.interleaved))
+            sizes = attention.head, attention.value
+            needed.update(rotation_variants(structure.dtype, *sizes, self.interleaved, self._rotary))
         self._need(needed)
         choosing = set(sampling_variants(structure.dtype, self.vocabulary).values())
         self.samples = all(map(self.kernels.has, choosing))

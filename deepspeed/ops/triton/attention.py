@@ -45,12 +45,19 @@ class AttentionRule:
         window: number of last keys that a row sees; 0: all.
         chunk: positions of one chunk, whose rows see only keys of the same; 0: no chunks.
         cap: soft cap of the scores; None: none.
+
+    Raises:
+        ArgumentError: scale or cap is not positive: the largest product would not be the largest score.
     """
 
     scale: float
     window: int = 0
     chunk: int = 0
     cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0 or (self.cap is not None and not self.cap > 0):
+            raise ArgumentError(f"attention with scale {self.scale} and cap {self.cap}: both have to be positive")
 
 
 @dataclass
@@ -221,8 +228,13 @@ class _PagedCall:
 
     def whole(self, least: int) -> None:
         """Compute the sequences of at least `least` rows, all keys of a tile in one program."""
-        variant = self.variants["attend_whole"]
-        tiles = self.rows.tiles(self.tall, least)
+        self._each(self.variants["attend_whole"], self.rows.tiles(self.tall, least))
+
+    def few(self, most: int) -> None:
+        """Compute the sequences of at most `most` rows in the same way, with small tiles."""
+        self._each(self.variants["attend_few"], self.rows.tiles(self.narrow, most=most))
+
+    def _each(self, variant: Variant, tiles: torch.Tensor) -> None:
         if len(tiles):
             tensors = (self.query, self.keys, self.values, self.out, self.sink, self.rows.table, tiles)
             strides = (*self.strides, *self.out.stride()[:2], self.rows.table.stride(0))
@@ -280,8 +292,8 @@ def attend_pages(
     most = call.narrow if split is None else max(rows.counts) * split
     splits, ends = rows.splits(rule, call.narrow, most), rows.end(most)
     if split is None and (splits < 2 or ends * out[0].numel() * splits * 4 > MOST_PARTIAL):
-        splits = most = 0
-    if splits:
+        call.few(most)
+    elif splits:
         call.split(most, splits, ends)
     call.whole(most + 1)
     return out

@@ -16,7 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.ops.triton.row_variants import block_variants, row_variants
-from deepspeed.ops.triton.variants import DTYPES, KernelForm, all_variants
+from deepspeed.ops.triton.variants import DTYPES, WGMMA, KernelForm, all_variants
 
 COMPILED = Path(__file__).parent / "compiled"  # default folder
 MANIFEST = "manifest.json"
@@ -87,21 +88,23 @@ def compile_variant(variant: KernelForm, architecture: str) -> tuple[bytes, dict
     module = importlib.import_module(f"deepspeed.ops.triton.{variant.module}")
     names = list(variant.signature)
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in variant.aligned}
-    source = ASTSource(getattr(module, variant.kernel), variant.signature, variant.constants, aligned)
+    warps, constants = variant.form_on(architecture)
+    source = ASTSource(getattr(module, variant.kernel), variant.signature, constants, aligned)
     # Without fused multiply-add in sums, the same expression has the same bits in every kernel.
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "num_stages": variant.stages, "enable_fp_fusion": False}
     target = GPUTarget("cuda", ARCHITECTURES[architecture], WARP)
-    compiled = triton.compile(source, target=target, options=options)
+    with _environment("DISABLE_MMA_V3", None if WGMMA else "1"):  # the compiler reads it
+        compiled = triton.compile(source, target=target, options=options)
     code, shared = compiled.asm["cubin"], compiled.metadata.shared
     registers, stack = _resources(code, triton)
-    programs, share = occupancy(architecture, variant.warps, registers, shared)
+    programs, share = occupancy(architecture, warps, registers, shared)
     usage = Usage(registers, stack, shared, programs, round(share, 3))
     types = [kind for kind in variant.signature.values() if kind != "constexpr"]
     _check_call(compiled, len(types) + SCRATCH)
     entry = {
         "file": f"{architecture}/{variant.name}.cubin",
         "function": compiled.metadata.name,
-        "warps": variant.warps,
+        "warps": warps,
         "types": types,
         "aligned": [
             i for i, name in enumerate(n for n in names if n not in variant.constants) if name in variant.aligned
@@ -111,6 +114,20 @@ def compile_variant(variant: KernelForm, architecture: str) -> tuple[bytes, dict
         **vars(usage),
     }
     return code, entry
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Context in which a variable of the environment has a value; None: is not set."""
+    previous = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if previous is not None:
+            os.environ[name] = previous
 
 
 def _triton() -> Any:
@@ -164,22 +181,15 @@ def build(folder: Path, architectures: Iterable[str], variants: Iterable[KernelF
         before = json.loads(path.read_text())
         known = before["kernels"] if before.get("sources") == sources and before.get("format") == FORMAT else {}
     kernels: dict[str, dict[str, Any]] = {each: dict(known.get(each, {})) for each in {*known, *architectures}}
-    with tempfile.TemporaryDirectory() as cache:
-        previous = os.environ.get("TRITON_CACHE_DIR")
-        os.environ["TRITON_CACHE_DIR"] = cache
-        try:
-            for architecture in architectures:
-                (folder / architecture).mkdir(parents=True, exist_ok=True)
-                for variant in wanted:
-                    if variant.name in kernels[architecture]:
-                        continue
-                    code, entry = compile_variant(variant, architecture)
-                    (folder / entry["file"]).write_bytes(code)
-                    kernels[architecture][variant.name] = entry
-        finally:
-            os.environ.pop("TRITON_CACHE_DIR")
-            if previous is not None:
-                os.environ["TRITON_CACHE_DIR"] = previous
+    with tempfile.TemporaryDirectory() as cache, _environment("TRITON_CACHE_DIR", cache):
+        for architecture in architectures:
+            (folder / architecture).mkdir(parents=True, exist_ok=True)
+            for variant in wanted:
+                if variant.name in kernels[architecture]:
+                    continue
+                code, entry = compile_variant(variant, architecture)
+                (folder / entry["file"]).write_bytes(code)
+                kernels[architecture][variant.name] = entry
     manifest = {"format": FORMAT, "sources": sources, "triton": _triton().__version__, "kernels": kernels}
     path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return manifest

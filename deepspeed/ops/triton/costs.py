@@ -177,8 +177,8 @@ def _norm(call: _LaunchCall) -> KernelCost:
 
 
 def _rotation(call: _LaunchCall) -> KernelCost:
-    rows, sizes, item = call.grid[0], call.constants, call.size("queries")
-    heads, cached = call["heads"], call.grid[1] - call["heads"]
+    rows, sizes, item = call["count"], call.constants, call.size("queries")
+    heads, cached = call["heads"], call["cached"]
     head, value, rotary = sizes["HEAD"] * item, sizes["VALUE"] * item, call["rotary"] * item
     read = {
         "queries": rows * heads * head, "keys": rows * cached * head, "values": rows * cached * value,
@@ -189,8 +189,10 @@ def _rotation(call: _LaunchCall) -> KernelCost:
         "key_pool": rows * cached * sizes["HEAD"] * call.size("key_pool"),
         "value_pool": rows * cached * sizes["VALUE"] * call.size("value_pool"),
     }
-    again = rows * (heads + cached) * (rotary + 2 * rotary + 8.0) - rows * (2 * rotary + 8.0)
-    return KernelCost(read, written, again, programs=rows * call.grid[1], waiting=head + 2 * rotary)
+    again = rows * (call.grid[1] - 1) * (2 * rotary + 8.0)  # a program's heads share tables and slot
+    again += 0.0 if sizes["WHOLE"] else rows * (heads + cached) * rotary  # partners
+    waiting = sizes["ROWS"] * (sizes["HEADS"] * head + 2 * rotary)
+    return KernelCost(read, written, again, programs=call.grid[0] * call.grid[1], waiting=waiting)
 
 
 def _gate(call: _LaunchCall) -> KernelCost:

@@ -28,10 +28,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def read_tile(tiles, group, tile_heads, window, chunk, BLOCK_ROWS: tl.constexpr):
+def read_tile(tiles, tile, group, tile_heads, window, chunk, BLOCK_ROWS: tl.constexpr):
     """Return what the rows of this program's tile are: sequence, rows and heads, whether each is there, positions, and
-    the first key that each sees; then the keys that the tile reads, from the first to below the last."""
-    tile = tl.program_id(0) * 4
+    the first key that each sees; then the keys that the tile reads, from the first to below the last; then those that
+    all rows see, from the last of the rows' first keys up to the first row's position, in the other order."""
+    tile *= 4
     sequence, first = tl.load(tiles + tile), tl.load(tiles + tile + 1)
     count, position = tl.load(tiles + tile + 2), tl.load(tiles + tile + 3)
     blocks = tl.cdiv(group, tile_heads)
@@ -46,18 +47,23 @@ def read_tile(tiles, group, tile_heads, window, chunk, BLOCK_ROWS: tl.constexpr)
     if chunk > 0:
         lows, low = tl.maximum(lows, positions // chunk * chunk), tl.maximum(low, position // chunk * chunk)
     high = tl.where(sequence >= 0, position + count, low)
-    return sequence, cached, first + tokens, cached * group + members, there, positions, lows, low, high
+    last = position * 0
+    if window > 0:
+        last = tl.maximum(position + count - window, 0)
+    if chunk > 0:
+        last = tl.maximum(last, (position + count - 1) // chunk * chunk)
+    return sequence, cached, first + tokens, cached * group + members, there, positions, lows, low, high, position, last
 
 
 @jit
 def join(top, total, values, other_top, other_total, other_values):
-    """Join the results of two sets of keys: largest score, sum of weights, weighted values of each row."""
+    """Join the results of two sets of keys: largest score, sums of weights [rows, columns], weighted values of rows."""
     joined = tl.maximum(top, other_top)
     base = tl.where(joined == float("-inf"), 0.0, joined)
     decay, other_decay = tl.exp2(top - base), tl.exp2(other_top - base)
     return (
         joined,
-        total * decay + other_total * other_decay,
+        total * decay[:, None] + other_total * other_decay[:, None],
         values * decay[:, None] + other_values * other_decay[:, None],
     )
 
@@ -98,50 +104,66 @@ def store_rows(
 
 
 @jit
-def attend_keys(
-    query, keys, values, table_row, cached, positions, lows, low, high, start, stop,
-    key_slot, key_head, value_slot, value_head, scale, cap,
+def mask_scores(scores, numbers, positions, lows):
+    """Return scores [rows, keys] without those of keys that a row does not see."""
+    seen = (numbers[None, :] <= positions[:, None]) & (numbers[None, :] >= lows[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit
+def attend_block(
+    query, keys, values, pages, block, top, total, result, positions, lows, low, high,
+    first, last, scale, cap, key_slot, value_slot,
     HEAD: tl.constexpr, VALUE: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAPPED: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Return largest score, sum of weights and weighted values of a tile's rows over the keys from start to stop."""
-    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
+    """Add a block of keys to largest score, sums of weights [BLOCK_ROWS, 8] and weighted values of a tile's rows.
+
+    Sums over keys are products of matrices, whose order is the same in all tiles; their columns are equal. SKIP:
+    whether blocks from `last` to `first` are not masked, since all rows see them.
+    """
     key_places, value_places = tl.arange(0, BLOCK_HEAD), tl.arange(0, BLOCK_VALUE)
-    keys += cached * key_head
-    values += cached * value_head
-    for block in range(start, stop, BLOCK_KEYS):
-        numbers = block + tl.arange(0, BLOCK_KEYS)
-        inside = (numbers >= low) & (numbers < high)
-        pages = tl.load(table_row + numbers // PAGE, mask=inside, other=-1)
-        slots = (pages.to(tl.int64) + 1) * PAGE + numbers % PAGE
-        key = tl.load(
-            keys + slots[None, :] * key_slot + key_places[:, None],
-            mask=inside[None, :] & (key_places < HEAD)[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(query, key.to(query.dtype), input_precision="ieee")
-        if CAPPED:
-            scores = scores * (scale / cap)
-            size = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E))  # of the hyperbolic tangent: never overflows
-            scores = tl.where(scores < 0, size - 1.0, 1.0 - size) / (1.0 + size) * (cap * LOG2E)
-        else:
-            scores = scores * (scale * LOG2E)
-        seen = (numbers[None, :] <= positions[:, None]) & (numbers[None, :] >= lows[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        value = tl.load(
-            values + slots[:, None] * value_slot + value_places[None, :],
-            mask=inside[:, None] & (value_places < VALUE)[None, :],
-            other=0.0,
-        )
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(query.dtype), value.to(query.dtype), result * decay[:, None], input_precision="ieee")
-        top = highest
-    return top, total, result
+    numbers = block + tl.arange(0, BLOCK_KEYS)
+    inside = (numbers >= low) & (numbers < high)
+    slots = (pages.to(tl.int64) + 1) * PAGE + numbers % PAGE
+    key = tl.load(
+        keys + slots[None, :] * key_slot + key_places[:, None],
+        mask=inside[None, :] & (key_places < HEAD)[:, None],
+        other=0.0,
+    )
+    scores = tl.dot(query, key.to(query.dtype), input_precision="ieee")
+    factor = scale * LOG2E
+    if CAPPED:
+        scores = scores * (scale / cap)
+        size = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E))  # of the hyperbolic tangent: never overflows
+        scores = tl.where(scores < 0, size - 1.0, 1.0 - size) / (1.0 + size)
+        factor = cap * LOG2E
+    # Most blocks of a prompt are seen by all rows.
+    if SKIP:  # most blocks are seen by all rows
+        if (block + BLOCK_KEYS - 1 > first) | (block < last):
+            scores = mask_scores(scores, numbers, positions, lows)
+    else:
+        scores = mask_scores(scores, numbers, positions, lows)
+    highest = tl.maximum(top, tl.max(scores, 1) * factor)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    decay = tl.exp2(top - base)
+    weights = tl.exp2(tl.fma(scores, factor, -base[:, None])).to(query.dtype)
+    value = tl.load(
+        values + slots[:, None] * value_slot + value_places[None, :],
+        mask=inside[:, None] & (value_places < VALUE)[None, :],
+        other=0.0,
+    )
+    ones = tl.full([BLOCK_KEYS, 8], 1.0, tl.float32).to(query.dtype)
+    total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
+    result = tl.dot(weights, value.to(query.dtype), result * decay[:, None], input_precision="ieee")
+    return highest, total, result
+
+
+@jit
+def block_pages(table_row, block, low, high, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Return the page of each key of a block; -1 where the tile reads none."""
+    numbers = block + tl.arange(0, BLOCK_KEYS)
+    return tl.load(table_row + numbers // PAGE, mask=(numbers >= low) & (numbers < high), other=-1)
 
 
 @jit
@@ -151,26 +173,39 @@ def attend_whole(
     scale, cap, window, chunk, group, tile_heads, has_sinks,
     HEAD: tl.constexpr, VALUE: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT: tl.constexpr, CAPPED: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile over all its keys. Grid: (tiles, key-value heads · blocks of query heads)."""
-    sequence, cached, rows, heads, there, positions, lows, low, high = read_tile(
-        tiles, group, tile_heads, window, chunk, BLOCK_ROWS
+    # The last tiles of a prompt read most keys: they begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence, cached, rows, heads, there, positions, lows, low, high, first, last = read_tile(
+        tiles, tile, group, tile_heads, window, chunk, BLOCK_ROWS
     )
     query = load_queries(queries, query_row, query_head, rows, heads, there, HEAD, BLOCK_HEAD)
     table += sequence.to(tl.int64) * table_row
+    keys += cached * key_head
+    values += cached * value_head
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    total = tl.zeros([BLOCK_ROWS, 8], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    for split in range(low // SPLIT, tl.cdiv(high, SPLIT)):
-        start = tl.maximum(split * SPLIT, low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum(split * SPLIT + SPLIT, high)
-        other_top, other_total, other_result = attend_keys(
-            query, keys, values, table, cached, positions, lows, low, high, start, stop,
-            key_slot, key_head, value_slot, value_head, scale, cap,
-            HEAD, VALUE, BLOCK_HEAD, BLOCK_VALUE, PAGE, BLOCK_ROWS, BLOCK_KEYS, CAPPED,
+    split_top, split_total, split_result = top, total, result
+    start = low // BLOCK_KEYS * BLOCK_KEYS
+    pages = block_pages(table, start, low, high, PAGE, BLOCK_KEYS)
+    for block in range(start, high, BLOCK_KEYS):
+        if (block % SPLIT == 0) & (block > start):
+            top, total, result = join(top, total, result, split_top, split_total, split_result)
+            split_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+            split_total = tl.zeros([BLOCK_ROWS, 8], tl.float32)
+            split_result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
+        next_pages = block_pages(table, block + BLOCK_KEYS, low, high, PAGE, BLOCK_KEYS)
+        split_top, split_total, split_result = attend_block(
+            query, keys, values, pages, block, split_top, split_total, split_result, positions, lows, low, high,
+            first, last, scale, cap, key_slot, value_slot,
+            HEAD, VALUE, BLOCK_HEAD, BLOCK_VALUE, PAGE, BLOCK_KEYS, CAPPED, SKIP,
         )  # fmt: skip
-        top, total, result = join(top, total, result, other_top, other_total, other_result)
-    result = finish(top, total, result, sinks, heads, there, has_sinks)
+        pages = next_pages
+    top, total, result = join(top, total, result, split_top, split_total, split_result)
+    result = finish(top, tl.max(total, 1), result, sinks, heads, there, has_sinks)
     store_rows(out, out_row, out_head, rows, heads, there, result, VALUE, BLOCK_VALUE)
 
 
@@ -181,25 +216,34 @@ def attend_split(
     scale, cap, window, chunk, group, tile_heads, all_heads, splits,
     HEAD: tl.constexpr, VALUE: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT: tl.constexpr, CAPPED: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
     """Results of a tile over one split, for `join_splits`. Grid: (tiles, as above, splits)."""
-    sequence, cached, rows, heads, there, positions, lows, low, high = read_tile(
-        tiles, group, tile_heads, window, chunk, BLOCK_ROWS
+    sequence, cached, rows, heads, there, positions, lows, low, high, first, last = read_tile(
+        tiles, tl.program_id(0), group, tile_heads, window, chunk, BLOCK_ROWS
     )
     split = low // SPLIT + tl.program_id(2)
     if split < tl.cdiv(high, SPLIT):
         query = load_queries(queries, query_row, query_head, rows, heads, there, HEAD, BLOCK_HEAD)
         table += sequence.to(tl.int64) * table_row
+        keys += cached * key_head
+        values += cached * value_head
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS, 8], tl.float32)
+        result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
         start = tl.maximum(split * SPLIT, low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum(split * SPLIT + SPLIT, high)
-        top, total, result = attend_keys(
-            query, keys, values, table, cached, positions, lows, low, high, start, stop,
-            key_slot, key_head, value_slot, value_head, scale, cap,
-            HEAD, VALUE, BLOCK_HEAD, BLOCK_VALUE, PAGE, BLOCK_ROWS, BLOCK_KEYS, CAPPED,
-        )  # fmt: skip
+        pages = block_pages(table, start, low, high, PAGE, BLOCK_KEYS)
+        for block in range(start, tl.minimum(split * SPLIT + SPLIT, high), BLOCK_KEYS):
+            next_pages = block_pages(table, block + BLOCK_KEYS, low, high, PAGE, BLOCK_KEYS)
+            top, total, result = attend_block(
+                query, keys, values, pages, block, top, total, result, positions, lows, low, high,
+                first, last, scale, cap, key_slot, value_slot,
+                HEAD, VALUE, BLOCK_HEAD, BLOCK_VALUE, PAGE, BLOCK_KEYS, CAPPED, SKIP,
+            )  # fmt: skip
+            pages = next_pages
         entries = (rows.to(tl.int64) * all_heads + heads) * splits + tl.program_id(2)
         tl.store(stats + entries * 2, top, mask=there)
-        tl.store(stats + entries * 2 + 1, total, mask=there)
+        tl.store(stats + entries * 2 + 1, tl.max(total, 1), mask=there)
         store_rows(partial, VALUE, 0, entries, heads, there, result, VALUE, BLOCK_VALUE)
 
 
@@ -210,11 +254,13 @@ def join_splits(
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile from the results of its splits, in their order. Grid: (tiles, as above)."""
-    _, _, rows, heads, there, _, _, low, high = read_tile(tiles, group, tile_heads, window, chunk, BLOCK_ROWS)
+    _, _, rows, heads, there, _, _, low, high, _, _ = read_tile(
+        tiles, tl.program_id(0), group, tile_heads, window, chunk, BLOCK_ROWS
+    )
     places = tl.arange(0, BLOCK_VALUE)
     entries = (rows.to(tl.int64) * all_heads + heads) * splits
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    total = tl.zeros([BLOCK_ROWS, 1], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
     for split in range(0, tl.cdiv(high, SPLIT) - low // SPLIT):
         other_top = tl.load(stats + (entries + split) * 2, mask=there, other=float("-inf"))
@@ -224,6 +270,6 @@ def join_splits(
             mask=there[:, None] & (places < VALUE)[None, :],
             other=0.0,
         )
-        top, total, result = join(top, total, result, other_top, other_total, other_result)
-    result = finish(top, total, result, sinks, heads, there, has_sinks)
+        top, total, result = join(top, total, result, other_top, other_total[:, None], other_result)
+    result = finish(top, tl.max(total, 1), result, sinks, heads, there, has_sinks)
     store_rows(out, out_row, out_head, rows, heads, there, result, VALUE, BLOCK_VALUE)

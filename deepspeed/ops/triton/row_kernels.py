@@ -1,8 +1,8 @@
 """Kernels that read each row of a pass once: norms, rotation into pages, gated activations. Needs Triton.
 
-A program computes one row, or a block of one, with a fixed order of sums: a row's bits depend on itself alone. Values
-are computed in fp32; results are rounded once, in norms also the sum with the residual. Strides are in elements; the
-last dimension of all tensors is contiguous.
+A program computes one row, a block of one, or some heads of some rows; sums have a fixed order: a row's bits depend on
+itself alone. Values are computed in fp32; results are rounded once, in norms also the sum with the residual. Strides
+are in elements; the last dimension of all tensors is contiguous.
 """
 
 from __future__ import annotations
@@ -31,68 +31,92 @@ def norm_rows(
         total = values.to(stream.dtype.element_ty)
         tl.store(stream + row * stream_stride + places, total, mask=inside)
         values = total.to(tl.float32)
+    # Loads are issued before the sums, which wait for all warps.
+    factor = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + shift
+    added = tl.load(bias + places, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
     if CENTRED:
         values = tl.where(inside, values - tl.sum(values, 0) / width, 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / width + eps)
-    factor = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + shift
-    result = values * scale * factor
-    if has_bias != 0:
-        result += tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
+    result = values * scale * factor + added
     tl.store(out + row * out_stride + places, result.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
-def rotated(head, cosines, sines, inside, rotary, HEAD: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return a head of queries or keys, rotated in its first `rotary` places, in fp32."""
-    places = tl.arange(0, BLOCK)
-    turned = inside & (places < rotary)
-    if INTERLEAVED:
-        partners, negative = places ^ 1, places % 2 == 0
+def rotate_heads(
+    source, target, cosines, sines, there, rotary,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rotate heads of queries or keys in their first `rotary` places, in fp32, and store them.
+
+    `source`, `target`, `cosines`, `sines`: addresses of each head's own [lanes]; `there`: whether there is one.
+    """
+    if WHOLE:  # halves are read apart, so that addresses follow each other: 16 bytes at once
+        half: tl.constexpr = HEAD // 2
+        places = tl.arange(0, BLOCK // 2)[None, :]
+        inside = there[:, None] & (places < half)
+        low = tl.load(source[:, None] + places, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(source[:, None] + half + places, mask=inside, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines[:, None] + places, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(sines[:, None] + places, mask=inside, other=0.0).to(tl.float32)
+        high_cosine = tl.load(cosines[:, None] + half + places, mask=inside, other=0.0).to(tl.float32)
+        high_sine = tl.load(sines[:, None] + half + places, mask=inside, other=0.0).to(tl.float32)
+        low_result, high_result = low * cosine - high * sine, high * high_cosine + low * high_sine
+        tl.store(target[:, None] + places, low_result.to(target.dtype.element_ty), mask=inside)
+        tl.store(target[:, None] + half + places, high_result.to(target.dtype.element_ty), mask=inside)
     else:
-        half = rotary // 2
-        partners, negative = tl.where(places < half, places + half, places - half), places < half
-    values = tl.load(head + places, mask=inside & (places < HEAD), other=0.0).to(tl.float32)
-    others = tl.load(head + partners, mask=turned, other=0.0).to(tl.float32)
-    cosine = tl.load(cosines + places, mask=turned, other=1.0).to(tl.float32)
-    sine = tl.load(sines + places, mask=turned, other=0.0).to(tl.float32)
-    return values * cosine + tl.where(negative, -others, others) * sine
+        places = tl.arange(0, BLOCK)[None, :]
+        inside = there[:, None] & (places < HEAD)
+        turned = inside & (places < rotary)
+        if INTERLEAVED:
+            partners, negative = places ^ 1, places % 2 == 0
+        else:
+            half = rotary // 2
+            partners, negative = tl.where(places < half, places + half, places - half), places < half
+        values = tl.load(source[:, None] + places, mask=inside, other=0.0).to(tl.float32)
+        others = tl.load(source[:, None] + partners, mask=turned, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines[:, None] + places, mask=turned, other=1.0).to(tl.float32)
+        sine = tl.load(sines[:, None] + places, mask=turned, other=0.0).to(tl.float32)
+        result = values * cosine + tl.where(negative, -others, others) * sine
+        tl.store(target[:, None] + places, result.to(target.dtype.element_ty), mask=inside)
 
 
 @jit
 def rotate_into_pages(
     queries, keys, values, cosines, sines, slots, out, key_pool, value_pool,
     query_row, query_head, key_row, key_head, value_row, value_head, table_row, out_row, out_head,
-    key_slot, key_pool_head, value_slot, value_pool_head, heads, rotary,
-    HEAD: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    key_slot, key_pool_head, value_slot, value_pool_head, count, heads, cached, rotary,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries into `out`; rotate keys and copy values into the pools. Grid: (rows, heads + key-value heads).
+    """Rotate queries into `out`; rotate keys and copy values into the pools.
 
-    `slots`: int64 slot of each row; for a negative one (a padding row) nothing is written, not to `out` either.
-    `cosines` and `sines` [rows, rotary]: by row.
+    A program has ROWS rows of `count`, for HEADS heads. Grid: (blocks of rows, blocks of `heads` and then of `cached`
+    key-value heads). `slots`: int64 slot of each row; for a negative one (a padding row) nothing is written, not to
+    `out` either. `cosines` and `sines` [rows, rotary]: by row. WHOLE: `rotary` is HEAD, without interleaving.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    places = tl.arange(0, BLOCK)
-    slot = tl.load(slots + row)
+    lanes = tl.arange(0, ROWS * HEADS)
+    rows = tl.program_id(0) * ROWS + lanes // HEADS
+    slot = tl.load(slots + rows, mask=rows < count, other=-1)
+    row = rows.to(tl.int64)
     cosines += row * table_row
     sines += row * table_row
-    if head < heads:
-        inside = (places < HEAD) & (slot >= 0)
-        turned = rotated(
-            queries + row * query_row + head * query_head, cosines, sines, inside, rotary, HEAD, BLOCK, INTERLEAVED
-        )
-        tl.store(out + row * out_row + head * out_head + places, turned.to(out.dtype.element_ty), mask=inside)
+    block, query_blocks = tl.program_id(1), tl.cdiv(heads, HEADS)
+    if block < query_blocks:
+        head = block * HEADS + lanes % HEADS
+        there = (slot >= 0) & (head < heads)
+        source, target = queries + row * query_row + head * query_head, out + row * out_row + head * out_head
+        rotate_heads(source, target, cosines, sines, there, rotary, HEAD, BLOCK, INTERLEAVED, WHOLE)
     else:
-        head -= heads
-        inside = (places < HEAD) & (slot >= 0)
-        turned = rotated(
-            keys + row * key_row + head * key_head, cosines, sines, inside, rotary, HEAD, BLOCK, INTERLEAVED
-        )
-        target = key_pool + slot * key_slot + head * key_pool_head + places
-        tl.store(target, turned.to(key_pool.dtype.element_ty), mask=inside)
-        there = (places < VALUE) & (slot >= 0)
-        value = tl.load(values + row * value_row + head * value_head + places, mask=there, other=0.0)
-        target = value_pool + slot * value_slot + head * value_pool_head + places
-        tl.store(target, value.to(value_pool.dtype.element_ty), mask=there)
+        head = (block - query_blocks) * HEADS + lanes % HEADS
+        there = (slot >= 0) & (head < cached)
+        places = tl.arange(0, BLOCK)[None, :]
+        inside = there[:, None] & (places < VALUE)
+        source = values + row * value_row + head * value_head
+        value = tl.load(source[:, None] + places, mask=inside, other=0.0)
+        target = value_pool + slot * value_slot + head * value_pool_head
+        tl.store(target[:, None] + places, value.to(value_pool.dtype.element_ty), mask=inside)
+        source, target = keys + row * key_row + head * key_head, key_pool + slot * key_slot + head * key_pool_head
+        rotate_heads(source, target, cosines, sines, there, rotary, HEAD, BLOCK, INTERLEAVED, WHOLE)
 
 
 @jit

@@ -24,7 +24,7 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "rotate_into_pages": (
         ROWS, "queries:* keys:* values:* cosines:* sines:* slots:*i64 out:* key_pool:* value_pool:* query_row "
         "query_head key_row key_head value_row value_head table_row out_row out_head key_slot key_pool_head value_slot "
-        "value_pool_head heads rotary",
+        "value_pool_head count heads cached rotary",
     ),
     "gate_rows": (ROWS, "gate:* up:* out:* gate_row up_row out_row width"),
     "draw_numbers": (SAMPLING, "seeds:*i64 counters:*i32 numbers:*fp64 rows"),
@@ -72,6 +72,10 @@ class KernelVariant:
     stages: int = 3
     even: bool = True
 
+    def form_on(self, architecture: str) -> tuple[int, dict[str, int]]:
+        """Return the warps of a program, and the constants, on an architecture."""
+        return self.warps, self.constants
+
     @property
     def name(self) -> str:
         """Name of the variant's file, unique among all variants."""
@@ -81,13 +85,17 @@ class KernelVariant:
     @property
     def aligned(self) -> frozenset[str]:
         """Arguments that are multiples of 16, as in `variants.Variant`; in sampling, whose vocabularies have any
-        size, addresses alone; of messages, none, since slices start anywhere."""
+        size, addresses alone; of messages, none, since slices start anywhere.
+
+        Where a row's end is not known to be one, its masks forbid to read 16 bytes at once: so widths are among them.
+        """
         if self.module == BLOCKS:
             return frozenset()
-        strides = () if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_")
+        strides = () if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
         names = self.signature.items()
+        other = "" if self.constants.get("WHOLE") else "table_row"  # of a part of a head: any number
         return frozenset(
-            name for name, kind in names if kind.startswith("*") or (name.endswith(strides) and name != "table_row")
+            name for name, kind in names if kind.startswith("*") or (name.endswith(strides) and name != other)
         )
 
     @property
@@ -121,10 +129,25 @@ def norm_variant(dtype: torch.dtype, width: int, centred: bool) -> KernelVariant
     return KernelVariant("norm_rows", dtype, (("BLOCK", size), ("CENTRED", int(centred))), min(max(size // 512, 1), 16))
 
 
-def rotation_variant(dtype: torch.dtype, head: int, value: int, interleaved: bool) -> KernelVariant:
-    """Variant of `rotate_into_pages` for heads of these sizes."""
-    sizes = (("HEAD", head), ("VALUE", value), ("BLOCK", block(max(head, value))), ("INTERLEAVED", int(interleaved)))
-    return KernelVariant("rotate_into_pages", dtype, sizes, 1)
+ROTATED_HEADS = 8  # heads of a program
+MANY_ROWS = 256  # from so many on, a program has several rows: programs are then started faster than they end
+
+
+def rotation_variant(
+    dtype: torch.dtype, head: int, value: int, interleaved: bool, rotary: int, rows: int = 1
+) -> KernelVariant:
+    """Variant of `rotate_into_pages` for heads of these sizes, of which `rotary` places are rotated, and some rows."""
+    whole, several, size = rotary == head and head % 2 == 0 and not interleaved, rows >= MANY_ROWS, max(head, value)
+    sizes = (
+        ("HEAD", head), ("VALUE", value), ("BLOCK", block(size)), ("INTERLEAVED", int(interleaved)),
+        ("WHOLE", int(whole)), ("ROWS", min(8, 512 // block(size)) if several else 1), ("HEADS", ROTATED_HEADS),
+    )  # fmt: skip
+    return KernelVariant("rotate_into_pages", dtype, sizes, 4 if several else 1)
+
+
+def rotation_variants(dtype: torch.dtype, head: int, value: int, interleaved: bool, rotary: int) -> list[KernelVariant]:
+    """Variants of `rotate_into_pages` for all numbers of rows."""
+    return [rotation_variant(dtype, head, value, interleaved, rotary, rows) for rows in (1, MANY_ROWS)]
 
 
 def gate_variant(dtype: torch.dtype, activation: int) -> KernelVariant:
@@ -188,7 +211,9 @@ def row_variants(
     for dtype in dtypes:
         wanted |= {norm_variant(dtype, width, centred): None for width in widths for centred in (False, True)}
         wanted |= {norm_variant(dtype, head, False): None for head in heads}  # of queries and keys
-        wanted |= {rotation_variant(dtype, head, head, False): None for head in heads}
+        for head in heads:
+            for rotary in (head, 0):  # all places, or fewer: the kernel reads how many
+                wanted |= dict.fromkeys(rotation_variants(dtype, head, head, False, rotary))
         wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
         wanted |= dict.fromkeys(sampling_variants(dtype, 1 << 17).values())
         wanted |= dict.fromkeys(variant for bits in (8, 4) for variant in product_variants(dtype, bits))

@@ -86,15 +86,20 @@ def rotate_into_pages(
         shapes = [tuple(each.shape) for each in (*heads, *rotation, slots)]
         raise ArgumentError(f"rotation into pages: queries, keys, values, cosines, sines, slots of {shapes}")
     cosines, sines = (each.to(queries.dtype) for each in rotation)
-    if cosines.stride() != sines.stride() or cosines.stride(1) != 1:
+    if cosines.stride() != sines.stride() or cosines.stride(1) != 1 or cosines.stride(0) % 16:
         cosines, sines = cosines.contiguous(), sines.contiguous()
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     tensors = (queries, keys, values, cosines, sines, slots, out, *pools)
     rows = [stride for each in heads for stride in each.stride()[:2]]
     targets = [stride for each in pools for stride in each.stride()[:2]]
-    numbers = (*rows, cosines.stride(0), *out.stride()[:2], *targets, queries.shape[1], cosines.shape[1])
-    variant = rotation_variant(queries.dtype, queries.shape[2], values.shape[2], interleaved)
-    kernels.launch(variant, (len(queries), queries.shape[1] + keys.shape[1], 1), (*tensors, *numbers))
+    counts = (*queries.shape[:2], keys.shape[1], cosines.shape[1])
+    numbers = (*rows, cosines.stride(0), *out.stride()[:2], *targets, *counts)
+    sizes = queries.shape[2], values.shape[2]
+    variant = rotation_variant(queries.dtype, *sizes, interleaved, cosines.shape[1], len(queries))
+    of_program = variant.constants["HEADS"]
+    blocks = -(-queries.shape[1] // of_program) + -(-keys.shape[1] // of_program)
+    grid = (-(-len(queries) // variant.constants["ROWS"]), blocks, 1)
+    kernels.launch(variant, grid, (*tensors, *numbers))
     return out
 
 

@@ -16,6 +16,7 @@ from deepspeed.errors import NotAvailableError
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SPLIT = 512  # keys of a split; a constant of the results, not of the machine
 LARGEST_HEAD = 256
+WGMMA = True  # whether tall tiles use the matrix instructions of sm_90, whose sums must have the bits of `mma.sync`
 # Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
 _SHARED_STRIDES = ("key_slot", "key_head", "value_slot", "value_head")
 _RULE = (
@@ -68,6 +69,7 @@ class KernelForm(Protocol):
     def warps(self) -> int: ...
     @property
     def stages(self) -> int: ...
+    def form_on(self, architecture: str) -> tuple[int, Mapping[str, int]]: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Variant:
         value: size of value heads.
         page: tokens per page (`join_splits` does not read pages: 0).
         capped: whether scores have a soft cap (`join_splits`: False).
+        few: whether a tile of `attend_whole` is as small as one of `attend_split`, for sequences with few new rows.
     """
 
     kernel: str
@@ -89,13 +92,14 @@ class Variant:
     value: int
     page: int = 0
     capped: bool = False
+    few: bool = False
 
     @property
     def name(self) -> str:
         """Name of the variant's file, unique among all variants."""
         sizes = f"{self.head}x{self.value}" if self.head != self.value else f"{self.head}"
         page = f"_page{self.page}" if self.page else ""
-        return f"{self.kernel}_{DTYPES[self.dtype]}_{sizes}{page}{'_capped' if self.capped else ''}"
+        return f"{self.kernel}_{DTYPES[self.dtype]}_{sizes}{page}{'_capped' * self.capped}{'_few' * self.few}"
 
     @property
     def even(self) -> bool:
@@ -115,20 +119,37 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile. In 16-bit dtypes fewer than the keys of a block, so that warps divide keys, not rows, in the
-        same way in all tiles; in fp32, for heads above 64, equally many.
+        """Rows of a tile: 64 where a program computes all keys of many rows in 16 bits, so that keys that are read once
+        serve many; else 16.
         """
-        tall = self.kernel == "attend_whole" and self.dtype != torch.float32 and max(self.head, self.value) <= 128
-        return 32 if tall else 16
+        return 64 if self._tall else 16
+
+    @property
+    def _tall(self) -> bool:
+        long = self.kernel == "attend_whole" and not self.few
+        return long and self.dtype != torch.float32 and max(self.head, self.value) <= 128
 
     @property
     def warps(self) -> int:
-        """Warps of a program."""
-        return 8 if self.dtype == torch.float32 else 4
+        """Warps of a program on sm_90; 8 where registers of 4 would be spilled."""
+        if self.dtype == torch.float32:
+            return 8
+        large = max(self.head, self.value) > 64
+        fits = WGMMA and self.head == self.value == 128 and not self.capped
+        return 8 if self._tall and large and not fits else 4
+
+    def form_on(self, architecture: str) -> tuple[int, Mapping[str, int]]:
+        """Return the warps of a program, and the constants, on an architecture.
+
+        Without `wgmma`, a branch around the masks would give the products of a tile different layouts.
+        """
+        if not self._tall or (WGMMA and architecture == "sm_90"):
+            return self.warps, self.constants
+        return (8 if max(self.head, self.value) > 64 else self.warps), {**self.constants, "SKIP": 0}
 
     @property
     def stages(self) -> int:
-        """Stages of the loop over keys: page numbers, keys and values of later blocks are read early."""
+        """Stages of the loop over keys: keys and values of two later blocks are on their way."""
         return 3
 
     @property
@@ -145,7 +166,7 @@ class Variant:
         sizes = {"HEAD": self.head, "VALUE": self.value}
         sizes |= {"BLOCK_HEAD": _block(self.head), "BLOCK_VALUE": _block(self.value)}
         blocks = {"PAGE": self.page, "BLOCK_ROWS": self.rows, "BLOCK_KEYS": keys, "SPLIT": SPLIT}
-        return {**sizes, **blocks, "CAPPED": self.capped}
+        return {**sizes, **blocks, "CAPPED": self.capped, "SKIP": int(self._tall or self.kernel == "attend_split")}
 
     @property
     def signature(self) -> dict[str, str]:
@@ -172,7 +193,7 @@ def unsupported(dtype: torch.dtype, head: int, value: int) -> str | None:
 def attention_variants(
     dtype: torch.dtype, head: int, value: int | None = None, page: int = 16, capped: bool = False
 ) -> dict[str, Variant]:
-    """Return the variants that attention of one kind needs, by kernel.
+    """Return the variants that attention of one kind needs, by kernel; "attend_few": `attend_whole` with small tiles.
 
     Raises:
         NotAvailableError: no kernel has this dtype or head size.
@@ -180,8 +201,11 @@ def attention_variants(
     value = head if value is None else value
     if (reason := unsupported(dtype, head, value)) is not None:
         raise NotAvailableError(f"paged attention: {reason}")
+    whole = Variant("attend_whole", dtype, head, value, page, capped)
+    few = Variant("attend_whole", dtype, head, value, page, capped, few=True)
     return {
-        "attend_whole": Variant("attend_whole", dtype, head, value, page, capped),
+        "attend_whole": whole,
+        "attend_few": whole if whole.rows == few.rows else few,
         "attend_split": Variant("attend_split", dtype, head, value, page, capped),
         "join_splits": Variant("join_splits", dtype, value, value),
     }
