@@ -73,7 +73,7 @@ class Pass:
         context: length of each with it.
         form: of `FORMS`.
         page_bytes: bytes of an element of keys and values.
-        scans: how often sampling reads a row of scores; 1: greedy.
+        candidates: tokens of a row among which sampling looks for its places; 0: nothing is cut; None: greedy.
     """
 
     model: str = "llama3-8b"
@@ -81,7 +81,7 @@ class Pass:
     context: int = 1024
     form: str = "bf16"
     page_bytes: float = 2.0
-    scans: int = 1
+    candidates: int | None = None
 
     @property
     def shape(self) -> Shape:
@@ -141,7 +141,7 @@ class _Recorded:
     def __init__(self, wanted: Pass) -> None:
         self.wanted, self.recording = wanted, Recording(str(wanted), 0, 1)
         self.recorder = PassRecorder(self.recording)
-        self.kernels = RecordedKernels(self.recorder, wanted.scans, wanted.page_bytes)
+        self.kernels = RecordedKernels(self.recorder, wanted.candidates, wanted.page_bytes)
         self.form = FORMS[wanted.form]
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -201,7 +201,7 @@ class _Recorded:
             x, _ = rows.norm(self.kernels, x, self.empty(shape.width), residual=stream, eps=1e-5)
             logits = self.product(x, shape.vocabulary, "head", plain=True)
             options = self.empty(wanted.batch, 8, dtype=torch.float32)
-            numbers = self.empty(wanted.batch, dtype=torch.float64)
+            numbers = None if wanted.candidates is None else self.empty(wanted.batch, dtype=torch.float64)
             sampling.sample(self.kernels, logits, options, numbers)
             self.recorder.add(HostEvent(COPY, "to_host", nbytes=4.0 * wanted.batch))
             self.recorder.add(HostEvent(WAIT, "wait", after=len(self.recording.entries) - 1))

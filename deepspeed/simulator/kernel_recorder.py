@@ -34,12 +34,12 @@ class RecordedKernels:
 
     Args:
         recorder: recorder of the pass.
-        scans: how often sampling reads a row of scores; 1: the most likely token is taken.
+        candidates: as in `launch_cost`.
         page_bytes: bytes of an element of the pages; None: those of their tensors.
     """
 
-    def __init__(self, recorder: StepRecorder, scans: int = 1, page_bytes: float | None = None) -> None:
-        self.recorder, self.scans, self.page_bytes = recorder, scans, page_bytes
+    def __init__(self, recorder: StepRecorder, candidates: int | None = None, page_bytes: float | None = None) -> None:
+        self.recorder, self.candidates, self.page_bytes = recorder, candidates, page_bytes
 
     def has(self, variant: KernelForm) -> bool:
         """Whether the variant is there: all are."""
@@ -50,7 +50,7 @@ class RecordedKernels:
 
     def launch(self, variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Record a launch by its formula; errors as in `launch_cost`."""
-        cost = launch_cost(variant, grid, arguments, self.scans)
+        cost = launch_cost(variant, grid, arguments, self.candidates)
         if self.page_bytes is not None and "keys" in cost.read:
             _resize(cost, self.page_bytes / arguments[1].element_size())
         work = KernelWork(cost.programs, cost.resident, cost.waiting, cost.cached_bytes, cost.instructions)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,7 +14,9 @@ from deepspeed.inference.logprobs import kept_probs
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.sampler import draw as draw_on_host
 from deepspeed.inference.sampling_params import SamplingParams
+from deepspeed.ops.triton import sampling as host
 from deepspeed.ops.triton.attention import Kernels
+from deepspeed.ops.triton.row_variants import sampling_variants
 from deepspeed.ops.triton.sampling import draw, options_of, sample, uniform
 from tests.kernels.pairs import pairwise
 
@@ -32,8 +35,15 @@ _PLAIN = {
 }  # fmt: skip
 # Each way by itself: nothing is cut, and one cut at a time.
 SINGLE = [_PLAIN | changes for changes in ({}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.0})]
-# More tokens than a block has.
-LONG = [_PLAIN | {"vocabulary": 2500} | changes for changes in ({}, {"top_k": 300}, {"top_p": 0.9, "ties": False})]
+# With small sizes: several tiles, chunks and blocks, the last ones not full.
+SMALL = {"PART": 128, "TILE": 4, "CHUNK": 512, "BLOCK": 128}
+LONG = [
+    _PLAIN | {"vocabulary": 1300} | changes
+    for changes in (
+        {}, {"top_k": 300}, {"top_p": 0.9, "ties": False}, {"temperature": 0.0}, {"temperature": 9.0, "top_p": 0.99},
+        {"top_k": 900, "top_p": 0.8, "min_p": 1e-4}, {"temperature": 0.02, "top_k": 40}, {"min_p": 1e-9},
+    )
+]  # fmt: skip
 
 
 class Numbered(Sampler):
@@ -43,6 +53,16 @@ class Numbered(Sampler):
 
     def random(self) -> torch.Tensor:
         return torch.tensor(self.numbers.pop(0), dtype=torch.float64)
+
+
+def _with_small_sizes(check: Check) -> Check:
+    """The check with small sizes of the kernels."""
+
+    def run(kernels: Kernels) -> None:
+        with mock.patch.object(host, "sampling_variants", lambda dtype: sampling_variants(dtype, SMALL)):
+            check(kernels)
+
+    return run
 
 
 def _case(case: dict[str, Any]) -> Check:
@@ -108,6 +128,35 @@ def _not_finite(kernels: Kernels) -> None:
         assert table[:4].abs().sum() == 0
 
 
+def _far_apart(kernels: Kernels) -> None:
+    """The first of equal largest scores, a NaN and an infinity count in any part, also in the last one of one token."""
+    logits = torch.randn(6, 1281, generator=torch.Generator().manual_seed(5))
+    logits[0, [300, 700, 1280]], logits[1, [1280, 640]], logits[2, 1280] = 9.0, 9.0, 9.0
+    logits[3, 1280], logits[4, 600], logits[5, 1000] = math.nan, math.inf, -math.nan
+    for options in ({}, {"temperature": 0.01}, {"temperature": 0.01, "top_k": 2}):
+        rows, numbers = options_of([SamplingParams(**options)] * 6), torch.zeros(6).double()
+        assert sample(kernels, logits, rows, numbers).tolist() == [300, 640, 1280, -1, -1, -1], options
+    assert sample(kernels, logits, options_of([SamplingParams()] * 6), None).tolist() == [300, 640, 1280, -1, -1, -1]
+
+
+def _mixed(kernels: Kernels) -> None:
+    """Rows with options of their own choose what they choose alone, and what the host chooses."""
+    generator = torch.Generator().manual_seed(7)
+    samplings = [
+        SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_k=50),
+        SamplingParams(temperature=1.0, top_p=0.9), SamplingParams(temperature=1.0, min_p=0.02),
+        SamplingParams(temperature=1.2, top_k=400, top_p=0.95, min_p=0.001),
+    ]  # fmt: skip
+    logits = torch.randn(6, 1280, generator=generator) * 3
+    numbers = torch.rand(6, dtype=torch.float64, generator=generator)
+    tokens = sample(kernels, logits, options_of(samplings), numbers).tolist()
+    for row, sampling in enumerate(samplings):
+        line, number = logits[row : row + 1], numbers[row : row + 1]
+        wanted = draw_on_host(line, sampling, number) if sampling.temperature else line.argmax(-1)
+        alone = sample(kernels, line, options_of([sampling]), number)
+        assert tokens[row] == int(wanted[0]) == int(alone[0]), sampling
+
+
 def _numbers(kernels: Kernels) -> None:
     seeds = torch.tensor([0, 1, -3, 2**62 + 12345, 7] * 40)
     counts = torch.arange(200, dtype=torch.int32) // 5
@@ -122,23 +171,27 @@ def _numbers(kernels: Kernels) -> None:
 
 def _shares(kernels: Kernels) -> None:
     """Tokens come as often as their probabilities say."""
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(40, 4).contiguous()
-    numbers = (torch.arange(40).double() + 0.5) / 40
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(20, 4).contiguous()
+    numbers = (torch.arange(20).double() + 0.5) / 20
     for sampling, shares in (
-        (SamplingParams(temperature=1.0), [20, 12, 6, 2]),
-        (SamplingParams(temperature=1.0, top_p=0.79), [25, 15, 0, 0]),
+        (SamplingParams(temperature=1.0), [10, 6, 3, 1]),
+        (SamplingParams(temperature=1.0, top_p=0.79), [13, 7, 0, 0]),
     ):
-        tokens = sample(kernels, logits, options_of([sampling] * 40), numbers).long()
+        tokens = sample(kernels, logits, options_of([sampling] * 20), numbers).long()
         assert (tokens.bincount(minlength=4) - torch.tensor(shares)).abs().max() <= 1
 
 
 def _exact(kernels: Kernels) -> None:
     """A number that is a sum of probabilities falls on the token after it."""
     logits, numbers = torch.zeros(5, 4), torch.tensor([0.0, 0.25, 0.5, 0.75, 0.7]).double()
-    for options in ({}, {"top_k": 4}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.5}):
+    for options in ({}, {"top_k": 4}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}):
         sampling = SamplingParams(temperature=1.0, **options)
         tokens = sample(kernels, logits, options_of([sampling] * 5), numbers)
         assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
+    # As many tokens up to a limit of distances as top-k keeps.
+    logits, numbers = torch.tensor([[0.0, -5, 0, 0, -5, 0]]).expand(2, -1).contiguous(), torch.tensor([0.2, 0.9999])
+    tokens = sample(kernels, logits, options_of([SamplingParams(temperature=1.0, top_k=4)] * 2), numbers.double())
+    assert tokens.tolist() == [0, 5]
 
 
 def _penalties(kernels: Kernels) -> None:
@@ -165,11 +218,11 @@ def _penalties(kernels: Kernels) -> None:
 
 
 def _many(kernels: Kernels) -> None:
-    """More tokens than a block has: what lies in the blocks before counts."""
+    """More tokens than a chunk or a block has: what lies in those before counts."""
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(3, 5000, generator=generator)
+    logits = torch.randn(3, 9000, generator=generator)
     numbers = torch.tensor([0.3, 0.7, 0.97]).double()
-    for options in ({}, {"top_k": 4000}):
+    for options in ({}, {"top_k": 8500}):
         sampling = SamplingParams(temperature=1.0, **options)
         tokens = sample(kernels, logits, options_of([sampling] * 3), numbers)
         assert tokens.tolist() == draw_on_host(logits, sampling, numbers).tolist(), options
@@ -207,17 +260,21 @@ def checks() -> dict[str, Check]:
     """All checks by name."""
     drawn = {
         "-".join(f"{value}" for value in case.values()): _case(case)
-        for case in [*SINGLE, *LONG, *pairwise(OPTIONS, 0), *pairwise(OPTIONS, 1)]
+        for case in [*SINGLE, *pairwise(OPTIONS, 0), *pairwise(OPTIONS, 1)]
     }
+    small = {f"small {number}": _with_small_sizes(_case(case)) for number, case in enumerate(LONG)}
     return {
         "numbers": _numbers,
-        "last": _last,
-        "adjacent": _adjacent,
         "exact": _exact,
+        "mixed": _with_small_sizes(_mixed),
+        "far apart": _with_small_sizes(_far_apart),
+        "adjacent": _adjacent,
         "not finite": _not_finite,
+        "last": _last,
         "counts": _counts,
         "many": _many,
         "penalties": _penalties,
+        **small,
         **drawn,
         "shares": _shares,
     }

@@ -65,16 +65,49 @@ PRODUCT_EQUIVALENT = (
     ("if TILES > 1:", "'TILES > 1' ops -> GtE"),
     ("if TILES > 2:", "'TILES > 2' ops -> GtE"),
 )
-# What lies beyond the rows or the vocabulary is not stored. A top-p of 1 that is applied keeps all. The bisection may
-# begin lower. The last token with a chance is looked for, and there is one.
+# What lies beyond the rows or the vocabulary is not stored, or has no weight. Scores of greedy rows may be stored.
+# Scores that are NaN may be counted downwards.
+# Limits may lie elsewhere, since all kernels have the same ones; more tokens than needed may be gathered, and those
+# beyond the last but one limit are not drawn in practice (1e-41). A top-p of 1 that is applied keeps all, and so does
+# a top-k of all; a top-k of 1 keeps what is always gathered. There is a last token with a chance, an equal one and one
+# at or before each place, so what stands for none is not used. The search may begin lower, and goes on beyond its end;
+# a sum that equals the bound at a limit ends what is gathered. A weight of 0 passes no bound that the sum before did
+# not pass, but for rounding.
 SAMPLING_EQUIVALENT = (
     ("seed = tl.load(", "'0' value"),
     ("counter = tl.load(", "'0' value"),
     ("entries = tl.load(table", "'0' value"),
-    ("values = tl.load(logits", "'0.0' value"),
+    ("if tl.load(options + row * 8) > 0:", "ops -> GtE"),
+    ("tokens = tl.load(firsts", "'0' value"),
+    ("wrong += ", "op -> Sub"),
+    ("return tl.where(number < 20,", "' value"),
+    ("return tl.where(number < 20,", "ops -> LtE"),
+    ("closes = numbers >= ", "endless)' ops -> Gt"),
+    ("closes = closes | (sums >= ", "endless)' ops -> Gt"),
+    ("closes = closes | (_limit(columns) >= ", "leas' ops -> Gt"),
+    ("closes = closes | (_limit(columns) >= ", "op -> BitOr"),
+    ("closes = ", "'0' value"),
+    ("cut = tl.min(", "LIMITS - 1' op"),
+    ("cut = tl.min(", "'1' value"),
+    ("first = tl.min(tl.where(passes, columns", "LIMITS - 1' op"),
+    ("first = tl.min(tl.where(passes, columns", "'1' value"),
+    ("passes = sums >= bound if", "ops -> Gt"),
+    ("closes = ", "'top_p < 1.0' ops -> LtE"),
+    ("closes = ", "'1.0' value"),
+    ("closes = ", "'top_k <= 0' ops"),
+    ("closes = closes | (_limit(columns)", "'top_k > 0' ops"),
     ("if top_p < 1.0:", "'1.0' value"),
-    ("low, high = -1, 0x7F800000", "'1' value"),
-    ("before, chosen, last = bound * 0.0, vocabulary, 0 |", "'0' value"),
+    ("if (top_k > 0) & (count > wanted):", "'count > wanted' ops -> GtE"),
+    ("part = tl.minimum(part,", "'weight > 0' ops -> GtE"),
+    ("chosen = tl.min(tl.where((sums > bound)", "'weight > 0' ops -> GtE"),
+    ("return tl.minimum(chosen,", "'0' value"),
+    ("largest, smallest = tl.full(", "'1' value"),
+    ("largest = tl.maximum(largest,", "'1' value"),
+    ("return tl.where(first > 0, _limit(first - 1), -1)", "' value"),
+    ("before = _sum_to(", "'1' value"),
+    ("chosen, last = count, -1", "'1' value"),
+    ("last = tl.maximum(last,", "'1' value"),
+    ("first = (bits < other_bits)", "'place < other_place' ops -> LtE"),
 )
 # Places beyond a block's length or the last block are not stored, and count as zeros before. Zeros are chosen before
 # signs.

@@ -14,20 +14,23 @@ from tests.kernels.needs import need_triton
 need_triton()
 
 from deepspeed.inference.quantization.packed_weight import PackedWeight  # noqa: E402
+from deepspeed.inference.sampling_params import SamplingParams  # noqa: E402
 from deepspeed.ops.triton import attention, rows, sampling  # noqa: E402
 from deepspeed.ops.triton.costs import launch_cost  # noqa: E402
 from tests.kernels.interpreter import InterpretedKernels, interpreted  # noqa: E402
 from tests.kernels.product_cases import FORMATS  # noqa: E402
 
-# What the formulas leave out: numbers of a few bytes, and tokens that are counted.
-LEFT_OUT = {"choose_tokens": {"table", "numbers"}, "adjust_scores": {"options"}}
-
 
 class CountedKernels:
-    """Interpreted kernels whose launches are compared with their formulas."""
+    """Interpreted kernels whose launches are compared with their formulas.
 
-    def __init__(self, kernels: InterpretedKernels) -> None:
-        self.kernels, self.compared = kernels, 0
+    Args:
+        kernels: the kernels.
+        candidates: as in `launch_cost`.
+    """
+
+    def __init__(self, kernels: InterpretedKernels, candidates: int | None = None) -> None:
+        self.kernels, self.candidates, self.compared = kernels, candidates, 0
 
     def has(self, variant: Any) -> bool:
         return True
@@ -37,23 +40,21 @@ class CountedKernels:
 
     def launch(self, variant: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         self.kernels.launch(variant, grid, arguments)
-        bounds, cost = self.kernels.last, launch_cost(variant, grid, arguments)
+        bounds, cost = self.kernels.last, launch_cost(variant, grid, arguments, self.candidates)
         assert bounds is not None
         names = [name for name, kind in variant.signature.items() if kind != "constexpr"]
-        left_out = LEFT_OUT.get(variant.kernel, set())
         # An argument that is not there is passed as another one's tensor.
         tensors = {n: v for n, v in zip(names, arguments, strict=True) if isinstance(v, torch.Tensor)}
-        skipped = {tensors[name].data_ptr() for name in left_out}
         for what, formula in (("reads", cost.read), ("writes", cost.written)):
             counted = {
                 address: len(np.unique(np.concatenate(places)))
                 for (done, address), places in bounds.places.items()
-                if done == what and address not in skipped
+                if done == what
             }
             wanted: dict[int, float] = {}
             for name, nbytes in formula.items():
                 address = tensors[name].data_ptr()
-                if address not in skipped and nbytes:
+                if nbytes:
                     wanted[address] = wanted.get(address, 0) + nbytes
             assert counted == wanted, (variant.kernel, what)
         self.compared += 1
@@ -105,12 +106,21 @@ def test_products(bits: int) -> None:
     assert kernels.compared == 1
 
 
-def test_sampling() -> None:
-    kernels = CountedKernels(interpreted("sampling_kernels"))
-    options = torch.zeros(2, 8)
-    options[:, 2] = options[:, 4] = 1
-    sampling.sample(kernels, spread(2, 700), options, torch.zeros(2, dtype=torch.float64))
-    assert kernels.compared == 2
+@pytest.mark.parametrize(
+    ("candidates", "changes"), [(None, {}), (0, {"temperature": 1.0}), (2100, {"temperature": 1.0, "top_k": 2500})]
+)
+def test_sampling(candidates: int | None, changes: dict[str, Any]) -> None:
+    """A top-k beyond the vocabulary gathers all tokens."""
+    kernels = CountedKernels(interpreted("sampling_kernels"), candidates)
+    options = sampling.options_of([SamplingParams(**changes)] * 2)
+    sampling.sample(kernels, spread(2, 2100), options, torch.full((2,), 0.3, dtype=torch.float64))
+    assert kernels.compared == 3
+
+
+def test_greedy_sampling_without_numbers_is_two_launches() -> None:
+    kernels, logits = CountedKernels(interpreted("sampling_kernels")), spread(2, 1500)
+    tokens = sampling.sample(kernels, logits, sampling.options_of([SamplingParams()] * 2), None)
+    assert kernels.compared == 2 and tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_kernel_without_formula_is_named() -> None:

@@ -152,7 +152,7 @@ class PackedDecoder:
             sizes = attention.head, attention.value
             needed.update(rotation_variants(structure.dtype, *sizes, self.interleaved, self._rotary))
         self._need(needed)
-        choosing = set(sampling_variants(structure.dtype, self.vocabulary).values())
+        choosing = set(sampling_variants(structure.dtype).values())
         self.samples = all(map(self.kernels.has, choosing))
         self.kernels.prepare(choosing if self.samples else ())
 
@@ -310,9 +310,7 @@ class PackedDecoder:
         if seen is not None:
             table = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
             table.index_put_((seen[0], seen[1]), seen[2].to(torch.int32))
-        numbers = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
-        if draws:
-            numbers = sampling.draw(self.kernels, inputs.seeds, inputs.counts)
+        numbers = sampling.draw(self.kernels, inputs.seeds, inputs.counts) if draws else None
         return sampling.sample(self.kernels, logits, inputs.options, numbers, table)
 
     def finish(self, batch: RaggedBatch, inputs: PassInputs, logits: torch.Tensor) -> None:

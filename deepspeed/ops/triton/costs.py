@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import ArgumentError
+from deepspeed.ops.triton.row_variants import LIMITS
 from deepspeed.ops.triton.variants import DTYPES, SPLIT, KernelForm, Variant
 
 THREADS = 2048  # of a multiprocessor
@@ -22,12 +23,14 @@ _RECENT = {
     "attend_split": {"queries", "partial", "stats"}, "attend_whole": {"queries", "out"},
     "join_splits": {"partial", "stats", "out"}, "norm_rows": {"rows", "residual", "out", "stream"},
     "rotate_into_pages": {"queries", "keys", "values", "cosines", "sines", "out"}, "gate_rows": {"gate", "up", "out"},
-    "adjust_scores": {"logits", "scores"}, "choose_tokens": {"scores"}, "int8_product": {"inputs", "out"},
-    "int4_product": {"inputs", "out"},
+    "adjust_scores": {"logits", "scores", "maxima", "firsts"},
+    "weigh_parts": {"scores", "maxima", "firsts", "weights", "counts"},
+    "choose_tokens": {"scores", "maxima", "firsts", "weights", "counts", "members"},
+    "int8_product": {"inputs", "out"}, "int4_product": {"inputs", "out"},
 }  # fmt: skip
 # Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16;
 # of products by tiles of rows.
-_RESIDENT = {"attend_split": 3, "attend_whole": 3, "choose_tokens": 3}
+_RESIDENT = {"attend_split": 3, "attend_whole": 3, "weigh_parts": 5, "choose_tokens": 1}
 _RESIDENT_PRODUCTS = {"int8_product": {1: 4, 2: 3, 4: 3}, "int4_product": {1: 5, 2: 4, 4: 2}}
 # Instructions of a warp in the loop over one block of inputs, counted in that code.
 _LOOP = {"int8_product": {1: 175, 2: 245, 4: 547}, "int4_product": {1: 291, 2: 404, 4: 619}}
@@ -208,23 +211,50 @@ def _numbers(call: _LaunchCall) -> KernelCost:
                       waiting=call.constants["BLOCK"] * 12.0)  # fmt: skip
 
 
-def _scores(call: _LaunchCall) -> KernelCost:
-    rows, vocabulary = call.grid[0], call["vocabulary"]
-    item, block = call.size("logits"), call.constants["BLOCK"]
-    read = {"logits": rows * vocabulary * item}
+def _scores(call: _LaunchCall, candidates: int | None = None) -> KernelCost:
+    (rows, parts, _), vocabulary = call.grid, call["vocabulary"]
+    item, part = call.size("logits"), call.constants["PART"]
+    read = {"logits": rows * vocabulary * item, "options": rows * (16 if call["has_table"] else 4)}
     if call["has_table"]:
-        read["table"], read["options"] = rows * vocabulary * 4, rows * 12
-    return KernelCost(read, {"scores": rows * vocabulary * 4}, programs=rows * call.grid[1], waiting=block * item * 1.0)
+        read["table"] = rows * vocabulary * 4
+    cost = KernelCost(read, programs=rows * parts, waiting=part * item * 1.0)
+    cost.written |= {"maxima": rows * parts * 4, "firsts": rows * parts * 4}
+    if candidates is not None:
+        cost.written["scores"] = rows * parts * part * 4
+    return cost
 
 
-def _choice(call: _LaunchCall, scans: int = 1) -> KernelCost:
-    """`scans`: times that a row of scores is read; 1 if the most likely token is taken."""
-    rows, vocabulary = call.grid[0], call["vocabulary"]
-    read = {"scores": rows * vocabulary * 4, "options": rows * 16}
-    if scans > 1:
-        read["numbers"] = rows * 8
-    again = (scans - 1) * rows * vocabulary * 4
-    return KernelCost(read, {"tokens": rows * 4}, again, programs=rows, waiting=call.constants["BLOCK"] * 4.0)
+def _weights(call: _LaunchCall, candidates: int | None = None) -> KernelCost:
+    (rows, parts, _), part = call.grid, call.constants["PART"]
+    cost = KernelCost({"options": rows * 16}, {}, programs=rows * parts, waiting=part * 4.0)
+    if candidates is not None:
+        cost.read |= {"scores": rows * parts * part * 4, "maxima": rows * parts * 4, "firsts": rows * parts * 4}
+        cost.written |= {"scores": rows * parts * part * 4, "weights": rows * parts * 8 * (LIMITS if candidates else 1)}
+        cost.cached = (parts - 1) * rows * parts * 8.0
+    if candidates:
+        cost.written["counts"] = rows * parts * 4 * LIMITS
+    return cost
+
+
+def _choice(call: _LaunchCall, candidates: int | None = None) -> KernelCost:
+    """With candidates, two places are looked for: a cut and the token. Each halving of their range reads them all, and
+    is taken to halve their number."""
+    rows, sizes = call.grid[0], call.constants
+    parts = -(-call["vocabulary"] // sizes["PART"])
+    read = {"options": rows * 16, "maxima": rows * parts * 4, "firsts": rows * parts * 4}
+    cost = KernelCost(read, {"tokens": rows * 4}, programs=rows, waiting=parts * 8.0)
+    if candidates is None:
+        return cost
+    read["numbers"], cost.waiting = rows * 8, sizes["CHUNK"] * 4.0
+    if not candidates:
+        read["weights"], read["scores"] = rows * parts * 8, rows * sizes["PART"] * 4
+        return cost
+    gathered = -(-candidates // sizes["BLOCK"]) * sizes["BLOCK"] * 4
+    read |= {"weights": rows * parts * 8 * LIMITS, "counts": rows * parts * 4 * LIMITS, "members": rows * 4}
+    read["scores"] = rows * max(parts * sizes["PART"] * 4, gathered)
+    cost.written |= {"scores": rows * (candidates + sizes["BLOCK"]) * 4, "members": rows * candidates * 4}
+    cost.cached = 2.0 * rows * gathered * (candidates.bit_length() + 3)
+    return cost
 
 
 def _product(call: _LaunchCall) -> KernelCost:
@@ -254,12 +284,13 @@ def _product(call: _LaunchCall) -> KernelCost:
 _COSTS: Mapping[str, Callable[..., KernelCost]] = {
     "attend_split": _attention, "attend_whole": _attention, "join_splits": _join, "norm_rows": _norm,
     "rotate_into_pages": _rotation, "gate_rows": _gate, "draw_numbers": _numbers, "adjust_scores": _scores,
-    "choose_tokens": _choice, "int8_product": _product, "int4_product": _product,
+    "weigh_parts": _weights, "choose_tokens": _choice, "int8_product": _product, "int4_product": _product,
 }  # fmt: skip
+_SAMPLING = (_scores, _weights, _choice)
 
 
 def launch_cost(
-    variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any], scans: int = 1
+    variant: KernelForm, grid: tuple[int, int, int], arguments: Sequence[Any], candidates: int | None = None
 ) -> KernelCost:
     """Return the cost of a launch; arguments as in `attention.Kernels.launch`.
 
@@ -267,7 +298,8 @@ def launch_cost(
         variant: the variant.
         grid: number of programs by axis.
         arguments: tensors of any device and numbers, without compile-time arguments; `tiles` with values.
-        scans: how often `choose_tokens` reads a row of scores; its options say so only on the device.
+        candidates: tokens of a row among which sampling looks for its places; 0: nothing is cut; None: the most likely
+            token is taken. The options of the rows say so only on the device.
 
     Raises:
         ArgumentError: the number of arguments is another one, or the kernel has no formula.
@@ -276,7 +308,7 @@ def launch_cost(
     if formula is None:
         raise ArgumentError(f"kernel {variant.kernel} has no formula; add one to deepspeed/ops/triton/costs.py")
     call = _LaunchCall(variant, grid, arguments)
-    cost = formula(call, scans) if formula is _choice else formula(call)
+    cost = formula(call, candidates) if formula in _SAMPLING else formula(call)
     cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
     threads = THREADS // (variant.warps * WARP)
     products = _RESIDENT_PRODUCTS.get(variant.kernel, {}).get(variant.constants.get("TILES", 0), 32)

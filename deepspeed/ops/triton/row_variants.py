@@ -5,6 +5,7 @@ This module needs neither Triton nor a device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,11 +30,15 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "gate_rows": (ROWS, "gate:* up:* out:* gate_row up_row out_row width"),
     "draw_numbers": (SAMPLING, "seeds:*i64 counters:*i32 numbers:*fp64 rows"),
     "adjust_scores": (
-        SAMPLING, "logits:* table:*i32 scores:*fp32 options:*fp32 logit_row table_row score_row vocabulary has_table",
+        SAMPLING, "logits:* table:*i32 scores:*fp32 options:*fp32 maxima:*fp32 firsts:*i32 logit_row table_row "
+        "score_row vocabulary has_table",
+    ),
+    "weigh_parts": (
+        SAMPLING, "scores:*fp32 options:*fp32 maxima:*fp32 firsts:*i32 weights:*fp64 counts:*i32 score_row vocabulary",
     ),
     "choose_tokens": (
-        SAMPLING, "scores:*fp32 options:*fp32 numbers:*fp64 table:*i32 tokens:*i32 table_row score_row vocabulary "
-        "has_table",
+        SAMPLING, "scores:*fp32 options:*fp32 numbers:*fp64 maxima:*fp32 firsts:*i32 weights:*fp64 counts:*i32 "
+        "members:*i32 table:*i32 tokens:*i32 table_row score_row vocabulary has_table",
     ),
     "int8_product": (
         PRODUCTS, "inputs:* integers:*i8 scales:*fp32 bias:* out:* input_row out_row rows outputs inputs_ has_bias",
@@ -76,7 +81,7 @@ class KernelVariant:
         """Return the warps of a program, and the constants, on an architecture."""
         return self.warps, self.constants
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Name of the variant's file, unique among all variants."""
         sizes = "_".join(f"{name.lower()}{value}" for name, value in self.sizes)
@@ -85,17 +90,17 @@ class KernelVariant:
     @property
     def aligned(self) -> frozenset[str]:
         """Arguments that are multiples of 16, as in `variants.Variant`; in sampling, whose vocabularies have any
-        size, addresses alone; of messages, none, since slices start anywhere.
+        size, addresses and the stride of its own scores; of messages, none, since slices start anywhere.
 
         Where a row's end is not known to be one, its masks forbid to read 16 bytes at once: so widths are among them.
         """
         if self.module == BLOCKS:
             return frozenset()
-        strides = () if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
+        own = ("score_row",) if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
         names = self.signature.items()
         other = "" if self.constants.get("WHOLE") else "table_row"  # of a part of a head: any number
         return frozenset(
-            name for name, kind in names if kind.startswith("*") or (name.endswith(strides) and name != other)
+            name for name, kind in names if kind.startswith("*") or (name.endswith(own) and name != other)
         )
 
     @property
@@ -123,6 +128,7 @@ def block(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+@functools.cache
 def norm_variant(dtype: torch.dtype, width: int, centred: bool) -> KernelVariant:
     """Variant of `norm_rows` for rows of a width."""
     size = block(width, 128)
@@ -133,6 +139,7 @@ ROTATED_HEADS = 8  # heads of a program
 MANY_ROWS = 256  # from so many on, a program has several rows: programs are then started faster than they end
 
 
+@functools.cache
 def rotation_variant(
     dtype: torch.dtype, head: int, value: int, interleaved: bool, rotary: int, rows: int = 1
 ) -> KernelVariant:
@@ -145,29 +152,39 @@ def rotation_variant(
     return KernelVariant("rotate_into_pages", dtype, sizes, 4 if several else 1)
 
 
+@functools.cache
 def rotation_variants(dtype: torch.dtype, head: int, value: int, interleaved: bool, rotary: int) -> list[KernelVariant]:
     """Variants of `rotate_into_pages` for all numbers of rows."""
     return [rotation_variant(dtype, head, value, interleaved, rotary, rows) for rows in (1, MANY_ROWS)]
 
 
+@functools.cache
 def gate_variant(dtype: torch.dtype, activation: int) -> KernelVariant:
     """Variant of `gate_rows` for an activation."""
     return KernelVariant("gate_rows", dtype, (("BLOCK", 1024), ("ACTIVATION", activation)))
 
 
-def sampling_variants(dtype: torch.dtype, vocabulary: int) -> dict[str, KernelVariant]:
+LIMITS = 32  # limits of distances in `sampling_kernels`
+# Sizes of sampling: tokens of a part of the vocabulary; parts, tokens that are gathered, and gathered tokens that
+# `choose_tokens` reads at once.
+SAMPLING_SIZES = {"PART": 1024, "TILE": 256, "CHUNK": 8192, "BLOCK": 2048}
+
+
+def sampling_variants(dtype: torch.dtype, sizes: dict[str, int] = SAMPLING_SIZES) -> dict[str, KernelVariant]:
     """Variants of sampling from logits of a dtype, by kernel."""
-    size = min(1024, block(vocabulary, 128))
+    part, tile = ("PART", sizes["PART"]), ("TILE", sizes["TILE"])
     return {
         "draw_numbers": KernelVariant("draw_numbers", torch.float32, (("BLOCK", 128),)),
-        "adjust_scores": KernelVariant("adjust_scores", dtype, (("BLOCK", 1024),)),
-        "choose_tokens": KernelVariant("choose_tokens", torch.float32, (("BLOCK", size),), 8),
+        "adjust_scores": KernelVariant("adjust_scores", dtype, (part,)),
+        "weigh_parts": KernelVariant("weigh_parts", torch.float32, (part, ("GROUP", 8), tile), 4),
+        "choose_tokens": KernelVariant("choose_tokens", torch.float32, tuple(sizes.items()), 16),
     }
 
 
 TILES = (1, 2, 4)  # tiles of 16 rows for which a product's program decodes its weights once
 
 
+@functools.cache
 def product_variant(dtype: torch.dtype, bits: int, rows: int = 1) -> KernelVariant:
     """Variant of the product with a matrix packed in 8 or 4 bits, for a number of rows."""
     tiles = next((tiles for tiles in TILES if rows <= 16 * tiles), TILES[-1])
@@ -205,7 +222,7 @@ def row_variants(
 ) -> Iterator[KernelVariant]:
     """Yield the variants that are built for these dtypes, head sizes and widths, each once.
 
-    Not among them: interleaved rotations, value heads of another size, vocabularies of 512 tokens or fewer.
+    Not among them: interleaved rotations, value heads of another size.
     """
     wanted: dict[KernelVariant, None] = {}
     for dtype in dtypes:
@@ -215,6 +232,6 @@ def row_variants(
             for rotary in (head, 0):  # all places, or fewer: the kernel reads how many
                 wanted |= dict.fromkeys(rotation_variants(dtype, head, head, False, rotary))
         wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
-        wanted |= dict.fromkeys(sampling_variants(dtype, 1 << 17).values())
+        wanted |= dict.fromkeys(sampling_variants(dtype).values())
         wanted |= dict.fromkeys(variant for bits in (8, 4) for variant in product_variants(dtype, bits))
     yield from wanted

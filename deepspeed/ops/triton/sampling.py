@@ -1,4 +1,6 @@
-"""Host's side of sampling on the device: options and random numbers of rows, and their next tokens by two launches."""
+"""Host's side of sampling on the device: options and random numbers of rows, and their next tokens by three launches.
+
+If all rows are greedy, two launches do."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 
 from deepspeed.errors import ArgumentError
 from deepspeed.ops.triton.attention import Kernels
-from deepspeed.ops.triton.row_variants import sampling_variants
+from deepspeed.ops.triton.row_variants import LIMITS, sampling_variants
 
 COLUMNS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -45,7 +47,7 @@ def draw(kernels: Kernels, seeds: torch.Tensor, counts: torch.Tensor) -> torch.T
     """
     if seeds.dtype != torch.int64 or counts.dtype != torch.int32 or seeds.shape != counts.shape:
         raise ArgumentError(f"seeds {seeds.dtype} {tuple(seeds.shape)}, counts {counts.dtype} {tuple(counts.shape)}")
-    variant = sampling_variants(torch.float32, 1 << 17)["draw_numbers"]
+    variant = sampling_variants(torch.float32)["draw_numbers"]
     numbers = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     kernels.launch(variant, (-(-len(seeds) // variant.constants["BLOCK"]), 1, 1), (seeds, counts, numbers, len(seeds)))
     return numbers
@@ -55,7 +57,7 @@ def sample(
     kernels: Kernels,
     logits: torch.Tensor,
     options: torch.Tensor,
-    numbers: torch.Tensor,
+    numbers: torch.Tensor | None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the next token of each row, int32 [rows] on the device.
@@ -68,29 +70,51 @@ def sample(
         kernels: the kernels.
         logits: [rows, vocabulary].
         options: options of each row, from `options_of`.
-        numbers: random number of each row, fp64 [rows]; not read where the temperature is 0.
+        numbers: random number of each row, fp64 [rows]; not read where the temperature is 0. None: it is 0 in all rows.
         table: int32 [rows, vocabulary], for penalties: 1 for a token in prompt or output, plus 2 for each time in the
             output. It is changed in place: the chosen tokens are added. None: no row has penalties.
 
     Raises:
         ArgumentError: shapes or dtypes do not fit.
     """
-    rows, vocabulary = logits.shape
+    _check(logits, options, numbers, table)
+    (rows, vocabulary), variants = logits.shape, sampling_variants(logits.dtype)
+    sizes = variants["choose_tokens"].constants
+    parts = -(-vocabulary // sizes["PART"])
+    # Each row of scores is filled up to whole parts, and has one more block behind it, so that blocks need no mask.
+    stride = parts * sizes["PART"] + sizes["BLOCK"]
+
+    def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
+
+    scores, members = scratch(stride, dtype=torch.float32), scratch(stride, dtype=torch.int32)
+    maxima, firsts = scratch(parts, dtype=torch.float32), scratch(parts, dtype=torch.int32)
+    weights, counts = scratch(parts, LIMITS, dtype=torch.float64), scratch(parts, LIMITS, dtype=torch.int32)
+    tokens, grid = scratch(dtype=torch.int32), (rows, parts, 1)
+    entries, flag = (tokens, 0) if table is None else (table, 1)
+    row = entries.stride(0)
+    tensors = (logits, entries, scores, options, maxima, firsts)
+    kernels.launch(variants["adjust_scores"], grid, (*tensors, logits.stride(0), row, stride, vocabulary, flag))
+    if numbers is not None:
+        tensors = (scores, options, maxima, firsts, weights, counts)
+        kernels.launch(variants["weigh_parts"], grid, (*tensors, stride, vocabulary))
+    numbers = weights if numbers is None else numbers  # no row reads it
+    tensors = (scores, options, numbers, maxima, firsts, weights, counts, members, entries, tokens)
+    kernels.launch(variants["choose_tokens"], (rows, 1, 1), (*tensors, row, stride, vocabulary, flag))
+    return tokens
+
+
+def _check(
+    logits: torch.Tensor, options: torch.Tensor, numbers: torch.Tensor | None, table: torch.Tensor | None
+) -> None:  # fmt: skip
+    """Raise ArgumentError unless the arguments of `sample` fit together."""
+    rows = len(logits)
     fits = options.shape == (rows, 8) and options.dtype == torch.float32 and options.is_contiguous()
-    fits = fits and numbers.shape == (rows,) and numbers.dtype == torch.float64 and logits.stride(1) == 1
+    fits = fits and logits.stride(1) == 1
+    fits = fits and (numbers is None or (numbers.shape == (rows,) and numbers.dtype == torch.float64))
     if table is not None:
         fits = fits and table.shape == logits.shape and table.dtype == torch.int32 and table.stride(1) == 1
     if not fits:
-        shapes = f"options {tuple(options.shape)}, numbers {tuple(numbers.shape)} {numbers.dtype}"
+        drawn = "none" if numbers is None else f"{tuple(numbers.shape)} {numbers.dtype}"
+        shapes = f"options {tuple(options.shape)}, numbers {drawn}"
         raise ArgumentError(f"sampling from logits {tuple(logits.shape)}: {shapes}, or the table, do not fit")
-    variants = sampling_variants(logits.dtype, vocabulary)
-    scores = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    entries, flag = (tokens, 0) if table is None else (table, 1)
-    variant, row = variants["adjust_scores"], entries.stride(0)
-    grid = (rows, -(-vocabulary // variant.constants["BLOCK"]), 1)
-    strides = (logits.stride(0), row, scores.stride(0), vocabulary, flag)
-    kernels.launch(variant, grid, (logits, entries, scores, options, *strides))
-    tensors = (scores, options, numbers, entries, tokens)
-    kernels.launch(variants["choose_tokens"], (rows, 1, 1), (*tensors, row, scores.stride(0), vocabulary, flag))
-    return tokens

@@ -124,7 +124,9 @@ def _draw(seeds: Any, counters: Any, numbers: Any, **_: Any) -> None:
     numbers.copy_(torch.tensor([uniform(seed, count) for seed, count in pairs], dtype=torch.float64))
 
 
-def _adjust(logits: Any, table: Any, scores: Any, options: Any, has_table: int, **_: Any) -> None:
+def _adjust(
+    logits: Any, table: Any, scores: Any, options: Any, vocabulary: int, has_table: int, **_: Any
+) -> None:  # fmt: skip
     values = logits.float()
     if has_table:
         repetition, presence, frequency = (options[:, column, None] for column in (4, 5, 6))
@@ -132,11 +134,15 @@ def _adjust(logits: Any, table: Any, scores: Any, options: Any, has_table: int, 
         punished = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(table % 2 == 1, punished, values)
         values = torch.where(counts > 0, values - (presence + frequency * counts), values)
-    scores.copy_(values)
+    scores[:, :vocabulary] = values
 
 
-def _choose(scores: Any, options: Any, numbers: Any, table: Any, tokens: Any, has_table: int, **_: Any) -> None:
-    for row, values in enumerate(scores):
+def _weigh(**_: Any) -> None:
+    """Nothing: `_choose` takes the scores themselves."""
+
+
+def _choose(scores: Any, options: Any, numbers: Any, tokens: Any, vocabulary: int, **_: Any) -> None:
+    for row, values in enumerate(scores[:, :vocabulary]):
         temperature, top_k, top_p, min_p = options[row, :4].tolist()
         token = int(values.argmax()) if bool(values.max().isfinite()) else -1
         if token >= 0 and temperature > 0:
@@ -158,7 +164,7 @@ def _product(inputs: Any, integers: Any, scales: Any, bias: Any, out: Any, **mor
 KERNELS: dict[str, Callable[..., None]] = {
     "norm_rows": _norm, "rotate_into_pages": _rotate, "gate_rows": _gate, "attend_whole": _whole,
     "attend_split": _split, "join_splits": _join, "draw_numbers": _draw, "adjust_scores": _adjust,
-    "choose_tokens": _choose, "int8_product": _product, "int4_product": _product,
+    "weigh_parts": _weigh, "choose_tokens": _choose, "int8_product": _product, "int4_product": _product,
 }  # fmt: skip
 
 
