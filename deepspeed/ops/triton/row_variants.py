@@ -81,7 +81,7 @@ class KernelVariant:
         """Return the warps of a program, and the constants, on an architecture."""
         return self.warps, self.constants
 
-    @functools.cached_property
+    @property
     def name(self) -> str:
         """Name of the variant's file, unique among all variants."""
         sizes = "_".join(f"{name.lower()}{value}" for name, value in self.sizes)
@@ -99,9 +99,7 @@ class KernelVariant:
         own = ("score_row",) if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
         names = self.signature.items()
         other = "" if self.constants.get("WHOLE") else "table_row"  # of a part of a head: any number
-        return frozenset(
-            name for name, kind in names if kind.startswith("*") or (name.endswith(own) and name != other)
-        )
+        return frozenset(name for name, kind in names if kind.startswith("*") or (name.endswith(own) and name != other))
 
     @property
     def module(self) -> str:
