@@ -22,11 +22,14 @@ def measure(setting: Setting) -> dict[str, Any]:
         raise MissingError("interpreted kernels have no speed")
     from deepspeed.ops.triton.blocks import BlockKernelLauncher
     from deepspeed.ops.triton.load import load_kernels
+    from deepspeed.ops.triton.row_variants import block_variants
 
     try:
-        launcher = BlockKernelLauncher(load_kernels())
+        kernels = load_kernels()
+        kernels.prepare(variant for variant in block_variants() if kernels.has(variant))
     except DeepSpeedError as error:
         raise MissingError(f"kernels: {error}") from error
+    launcher = BlockKernelLauncher(kernels)
     count, says, facts = 1 << 26, [], {}
     copy = Results(setting.folder).rows().get(("environment", "ceilings"), {}).get("bandwidth")
     values = torch.randn(count, device="cuda", dtype=torch.bfloat16)

@@ -56,7 +56,14 @@ def measure(setting: Setting, what: str, batch: int = 1, context: int = 128) -> 
         from benchmarks.gpu import weights
 
         return weights.measure(setting, batch, context)
-    return {"tokens": _tokens, "invariance": _invariance, "throughput": _throughput, "vllm": _vllm}[what](setting)
+    rows = {
+        "tokens": _tokens,
+        "invariance": _invariance,
+        "sampling": _sampling,
+        "throughput": _throughput,
+        "vllm": _vllm,
+    }
+    return rows[what](setting)
 
 
 def copy_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -328,6 +335,32 @@ def _invariance(setting: Setting) -> dict[str, Any]:
     says = ", ".join(f"{name}: {count} of {len(prompts)} differ" for name, count in different.items())
     ok = not different["batch invariant"]
     return {"says": f"{says}; {', '.join(sorted(kinds))}", "ok": ok, "different": different}
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {}, "temperature": {"temperature": 1.0}, "top-k 50": {"temperature": 1.0, "top_k": 50},
+    "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "all": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+}  # fmt: skip
+
+
+def _sampling(setting: Setting) -> dict[str, Any]:
+    """Milliseconds of a decode step of 32 sequences by how tokens are chosen; penalties go by tables of the host."""
+    model, new = _model(setting.rehearse), setting.pick(32, 3)
+    prompts = [tokens(model, 24, seed) for seed in range(setting.pick(32, 2))]
+    with contextlib.closing(generator_of(model, setting)) as generator:
+
+        def write(options: dict[str, Any]) -> Write:
+            return lambda texts, count: generator.generate(
+                texts, SamplingParams(max_new_tokens=count, ignore_eos=True, seed=1 if options else None, **options)
+            )
+
+        turns = {
+            name: functools.partial(decode_seconds, write(options), prompts, new) for name, options in CHOICES.items()
+        }
+        records = compare(turns, "greedy", setting.pick(setting.seconds / 3, 1.0), setting.fewest)
+    says = ", ".join(f"{each['side']} {each['ms']:.2f} ms" for each in records)
+    return {"says": says, "sides": records}
 
 
 def _scored(generator: Generator, prompts: list[list[int]], new: int) -> list[list[tuple[int, float]]]:

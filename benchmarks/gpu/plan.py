@@ -154,6 +154,7 @@ PARTS = (
             Row("latency, 1 x 128", 25, 1, {"what": "latency", "batch": 1, "context": 128}),
             Row("throughput", 45, 1, {"what": "throughput"}),
             Row("invariance", 25, 1, {"what": "invariance"}),
+            Row("sampling, 32 x 24", 15, 1, {"what": "sampling"}),
             Row("weights, 1 x 128", 45, 1, {"what": "weights", "batch": 1, "context": 128}),
             Row("latency, 32 x 1024", 40, 2, {"what": "latency", "batch": 32, "context": 1024}),
             Row("latency, 1 x 8064", 40, 3, {"what": "latency", "batch": 1, "context": 8064}),
