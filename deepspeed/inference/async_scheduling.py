@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.inference.device_sampling import chooses, launch_pass, read_tokens
+from deepspeed.inference.device_sampling import launch_pass, read_tokens
 from deepspeed.inference.executors.ragged_batch import BatchSlice, ChosenTokens, RaggedBatch
 from deepspeed.inference.scheduler import Scheduler
 
@@ -38,8 +38,8 @@ class LaunchedPass:
         sampling = self.batch.sampling
         if sampling is None or sampling.seen is not None:
             return None
-        plain = all(rows.wanted == 1 and rows.adapter is None and chooses(rows) for rows in self.slices)
-        return sampling.chosen if plain else None
+        plain = all(rows.wanted == 1 and rows.adapter is None for rows in self.slices)
+        return sampling.chosen if plain and all(sampling.on_device) else None
 
     def read(self) -> list[int]:
         """Wait for the tokens of the pass; a token for each row with logits, as `device_sampling.read_tokens`."""

@@ -13,9 +13,9 @@ from deepspeed.inference.executors.ragged_batch import BatchSlice, ChosenTokens,
 from deepspeed.inference.executors.select import device_of
 from deepspeed.inference.sampler import draw_together
 from deepspeed.inference.sampling_params import SamplingParams
-from deepspeed.ops.triton.sampling import options_of
+from deepspeed.ops.triton.sampling import option_row
 
-GREEDY = SamplingParams()
+GREEDY = option_row(SamplingParams())
 
 
 def chooses(rows: BatchSlice) -> bool:
@@ -39,33 +39,32 @@ def row_sampling(executor: Any, slices: Sequence[BatchSlice], unread: int = 0) -
     """
     if not getattr(executor, "samples", False):
         return None
-    samplings, seeds, counts, seen = [], [], [], []
-    for rows in slices:
+    options, seeds, counts, seen = [], [], [], []
+    on_device = list(map(chooses, slices))
+    for rows, here in zip(slices, on_device, strict=True):
         sampler = getattr(rows.sequence, "sampler", None)
         _use_counted_numbers(rows.sequence)
-        on_device = chooses(rows)
         for place in range(rows.wanted):
             ahead = place - rows.scored
-            if sampler is None or ahead < 0 or not on_device:
-                samplings.append(GREEDY)
+            if sampler is None or ahead < 0 or not here:
+                options.append(GREEDY)
                 seeds.append(0)
                 counts.append(0)
                 continue
             entries = sampler.entries(rows.drafts[:ahead], executor.vocabulary)
-            seen += [(len(samplings), token, entry) for token, entry in entries.items()]
-            samplings.append(sampler.sampling)
+            seen += [(len(options), token, entry) for token, entry in entries.items()]
+            options.append(sampler.option_row)
             seeds.append(sampler.seed)
             counts.append(sampler.count + ahead + unread)
     table = torch.tensor(seen, dtype=torch.int64).t().contiguous() if seen else None
-    return RowSampling(
-        options_of(samplings), torch.tensor(seeds, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32), table
-    )
+    numbers = torch.tensor(seeds, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32)
+    return RowSampling(torch.tensor(options, dtype=torch.float32).reshape(-1, 8), *numbers, table, on_device)
 
 
 def _use_counted_numbers(sequence: Any) -> None:
     """Let the host draw the numbers that a device draws, for a sequence and those that begin on its pages."""
     group = getattr(sequence, "group", None)
-    for each in [sequence, *([] if group is None else group.members)]:
+    for each in [sequence] if group is None else [sequence, *group.members]:
         if (sampler := getattr(each, "sampler", None)) is not None:
             sampler.counted = True
 
@@ -108,15 +107,18 @@ def read_tokens(batch: RaggedBatch, logits: torch.Tensor) -> list[int]:
     """
     if not len(logits):
         return []
-    if batch.sampling is None or batch.sampling.chosen is None:
+    sampling = batch.sampling
+    if sampling is None or sampling.chosen is None:
         tokens = largest(logits)
     else:
-        tokens, end = batch.sampling.chosen.read(), 0
-        for rows in batch.spans:
+        tokens, end = sampling.chosen.read(), 0
+        for rows, here in zip(batch.spans, sampling.on_device, strict=True):
             end += rows.wanted
-            if chooses(rows):
+            if here:
                 own = tokens[end - rows.wanted + rows.scored : end]
                 rows.sequence.sampler.drawn = [(token, None) for token in own]
+        if all(sampling.on_device):
+            return tokens
     draw_plainly(batch.spans, logits, tokens)
     return tokens
 

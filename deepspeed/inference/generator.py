@@ -30,6 +30,7 @@ from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice
 from deepspeed.inference.executors.select import (
+    device_of,
     exclusive_pass,
     packable,
     select_executor,
@@ -51,8 +52,8 @@ __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
 CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
+DEVICE_CHUNK = (512, 2048)  # the same on a GPU, which computes some hundred rows while it reads the weights
 DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
-
 
 Load = EngineStats  # former name, still importable
 
@@ -79,7 +80,7 @@ class Generator:
         draft_model: causal LM with the same vocabulary that proposes the draft tokens, with a KV cache of as many
             pages; None: n-gram lookup.
         prompt_chunk: maximum number of prompt tokens in a pass with decoding sequences; None: twice the number of
-            those, but at least 16 and at most 32.
+            those, but at least 16 and at most 32 (on a GPU 512 and 2,048).
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.
@@ -131,7 +132,7 @@ class Generator:
         self._ends = end_tokens(model)
         self.constraints = ConstraintCompiler(tokenizer, self.vocabulary)
         self._lossless, self._invariant, self._cuda_graphs = lossless_weights, batch_invariant, cuda_graphs
-        self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk or CHUNK
+        self._sizes = page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, prompt_chunk
         self._choose_executor()
         self._draft = self._make_draft(draft_model, lossless_weights)
         self._drafts = self._accepted_drafts = 0
@@ -154,6 +155,7 @@ class Generator:
     def _choose_executor(self) -> None:
         """Select the executor, allocate its cache, and create the scheduler."""
         page_size, cache_bytes, max_batch_tokens, max_sequences, prefix_cache, chunk = self._sizes
+        chunk = chunk or (CHUNK if device_of(self.model).type == "cpu" else DEVICE_CHUNK)
         self._executor, self.why = select_executor(self.model, packed=self._lossless)
         self.kind = "generate" if self._executor is None else self._executor.kind
         warn_of(self.model, self._executor, self.why)
@@ -513,8 +515,7 @@ class Generator:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
 
     def _packed_step(self) -> list[Output]:
-        streams = sum(sequence.decodes for sequence in self._scheduler.running)
-        drafts = self._speculation and streams <= DRAFTING_STREAMS
+        drafts = self._speculation and sum(each.decodes for each in self._scheduler.running) <= DRAFTING_STREAMS
         if drafts and self._draft is not None:
             self._prepare_drafts(self._draft)
         if (current := self._ahead.take()) is None:

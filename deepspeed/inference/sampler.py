@@ -14,6 +14,7 @@ from deepspeed.inference.logprobs import COLDEST, kept_probs, log_probs, truncat
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.structured_output import Matcher
+from deepspeed.ops.triton.sampling import option_row, uniform
 
 LARGEST_PENALTY = 1e30  # beyond it and its inverse, scores in fp32 on a device could become infinite
 
@@ -41,6 +42,7 @@ class Sampler:
         self.count = 0
         self.drawn: list[tuple[int, Logprob | None]] = []  # next tokens that are drawn already
         self.counted = False  # whether random numbers are those of `ops.triton.sampling`, which a device draws too
+        self.option_row = option_row(sampling)
         self._counts: Counter[int] = Counter()
         self._seen = self._indices(set(prompt)) if sampling.repetition_penalty != 1 else None
         biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
@@ -148,8 +150,6 @@ class Sampler:
     def random(self) -> torch.Tensor:
         """Return the next random number of the request, fp64, from 0 to below 1."""
         if self.counted:
-            from deepspeed.ops.triton.sampling import uniform
-
             return torch.tensor(uniform(self.seed, self.count), dtype=torch.float64)
         return torch.rand((), generator=self._generator, dtype=torch.float64)
 
@@ -188,6 +188,8 @@ class Sampler:
             ahead: tokens that are supposed to follow the output.
             vocabulary: number of tokens; others have no entries.
         """
+        if self._seen is None and not (self.sampling.presence_penalty or self.sampling.frequency_penalty):
+            return {}
         entries: Counter[int] = Counter()
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             for token, count in (self._counts + Counter(ahead)).items():

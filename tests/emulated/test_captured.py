@@ -87,6 +87,7 @@ def test_replayed_tokens_of_the_device_executor_are_the_eager_ones(emulated, see
 
 def what_a_pass_costs() -> Seen:
     from deepspeed.inference import Request, SamplingParams
+    from deepspeed.inference.generator import DEVICE_CHUNK
     from tests.emulated.captured_runs import standing_in
 
     with standing_in():
@@ -98,6 +99,9 @@ def what_a_pass_costs() -> Seen:
             emulates().clear()
             assert len(generator.step()) == 3
         generator.close()
+        other = made(prompt_chunk=None, max_batch_tokens=1024)
+        assert other._scheduler.min_chunk == DEVICE_CHUNK[0]  # of prompts beside next tokens, on a device
+        other.close()
     return seen
 
 

@@ -154,7 +154,7 @@ class PassGraphs:
         chosen = next((each for each in self._passes if sizes.fits(each.inputs.sizes)), None)
         if chosen is None:
             return None
-        chosen.inputs.fill(batch, executor.tiling)
+        chosen.inputs.fill(batch, executor.tiling, sizes)
         get_accelerator().replay_graph(chosen.graph)
         self.replays += 1
         logits, sampling = chosen.logits[: sizes.wanted], batch.sampling

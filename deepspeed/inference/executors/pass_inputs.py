@@ -205,18 +205,19 @@ class PassInputs:
         """As `lengths`."""
         return self.lengths
 
-    def fill(self, batch: RaggedBatch, tiling: Tiling) -> None:
+    def fill(self, batch: RaggedBatch, tiling: Tiling, sizes: PassSizes | None = None) -> None:
         """Write a batch, and padding behind it, by one copy from page-locked memory; the host does not wait for it.
 
         Args:
             batch: the batch; its `device` and `even` are not used.
             tiling: rows of a tile, as in `sizes`.
+            sizes: sizes of the batch; None: they are computed.
 
         Raises:
             ArgumentError: the batch does not fit into `sizes`.
         """
-        if not PassSizes.of(batch.spans, self.page_size, tiling).fits(self.sizes):
-            own = PassSizes.of(batch.spans, self.page_size, tiling)
+        own = PassSizes.of(batch.spans, self.page_size, tiling) if sizes is None else sizes
+        if not own.fits(self.sizes):
             raise ArgumentError(f"a batch of {own} does not fit into inputs of {self.sizes}")
         host = self if self.device.type == "cpu" else PassInputs(self.sizes, self.page_size, torch.device("cpu"))
         host._write(batch.spans, tiling)

@@ -149,6 +149,7 @@ class RowSampling:
         counts: int32 [rows with logits], draws of a request before this one.
         seen: for penalties: (row, token, entry) of each token in prompt or output, int64 [3, entries], with the entries
             of the table in `ops.triton.sampling.sample`; None: no row has penalties.
+        on_device: for each slice of the batch, whether its tokens are chosen on the device.
         chosen: the chosen tokens of the rows, set by the executor; None: the executor has chosen none.
     """
 
@@ -156,6 +157,7 @@ class RowSampling:
     seeds: torch.Tensor
     counts: torch.Tensor
     seen: torch.Tensor | None = None
+    on_device: Sequence[bool] = ()
     chosen: ChosenTokens | None = None
 
 

@@ -33,10 +33,14 @@ def uniform(seed: int, count: int) -> float:
     return ((a >> 5) * 67108864.0 + (b >> 6)) / 9007199254740992.0
 
 
+def option_row(sampling: object) -> tuple[float, ...]:
+    """Return a row of `options_of`, 8 numbers, from an object with the attributes `COLUMNS` (`SamplingParams`)."""
+    return (*(float(getattr(sampling, name)) for name in COLUMNS), 0.0)
+
+
 def options_of(samplings: Sequence[object]) -> torch.Tensor:
-    """Return the options of rows, fp32 [rows, 8], from objects with the attributes `COLUMNS` (`SamplingParams`)."""
-    rows = [[float(getattr(sampling, name)) for name in COLUMNS] + [0.0] for sampling in samplings]
-    return torch.tensor(rows, dtype=torch.float32).reshape(-1, 8)
+    """Return the options of rows, fp32 [rows, 8], one from each object (see `option_row`)."""
+    return torch.tensor(list(map(option_row, samplings)), dtype=torch.float32).reshape(-1, 8)
 
 
 def draw(kernels: Kernels, seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
