@@ -29,7 +29,8 @@ def global_norm(
         reducer: reducer of the buckets.
         tag: message tag, unique on the process group `model_replica_group`.
         along: further numbers to exchange in the same message, equally many on every rank.
-        waits: read the norm from the device also if no other rank needs it.
+        waits: read the norm from the device also if no other rank needs it; so is that of accumulators under 4 bytes,
+            where a factor would be rounded.
 
     Returns:
         Norm (NaN or infinity if a gradient is not finite), and the numbers `along` of each rank, in rank order. Unless
@@ -39,7 +40,8 @@ def global_norm(
     known = reducer.squares.own(reducer.revision) if adding else None
     squares = _squares(adding, exact) if known is None else known
     if isinstance(squares, torch.Tensor):
-        if not waits and reducer.axes.model_replica_group.size == 1:
+        wide = reducer.settings.accumulator.itemsize >= torch.float32.itemsize
+        if wide and not waits and reducer.axes.model_replica_group.size == 1:
             return squares.sqrt(), [list(along)]
         squares = scalars.current.value(squares)
     table = scalars.current.table(reducer.axes.model_replica_group, [squares, *along], tag, _LABEL, reducer.device)

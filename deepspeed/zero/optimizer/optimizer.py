@@ -13,14 +13,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
@@ -41,10 +40,6 @@ from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, Modul
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Pruner
 from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
-
-if TYPE_CHECKING:
-    pass
-
 
 _HOOK_TABLES = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
@@ -100,7 +95,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.traits = UpdateTraits(known=True) if traits is None else traits
         self.overflow = False
         self.skip_reason: str | None = None
-        self._norm: float | torch.Tensor | None = None  # of the last update; a tensor until somebody reads it
+        self._norm = None
         self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
         self.piggyback_values: list[float] = []  # numbers to all-gather in the same message as the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
@@ -338,7 +333,8 @@ class ZeroOptimizer(OptimizerSurface):
             tag = tag_of(self._norm_channel, SMALL, self._norms)
             buckets = self.reducer.squares.buckets if wanted else []
             count, along = len(self.piggyback_values), [*self.piggyback_values, *self.optional_values]
-            total, gathered = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, along, self._reads_norm)
+            reads = self.settings.check or self._inspect is not None  # the update depends on the value of the norm
+            total, gathered = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, along, reads)
             self.gathered_piggyback_values = [row[:count] for row in gathered]
             self.gathered_optional_values = [row[count:] for row in gathered if self.optional_values]
         norm = total * abs(rescale) if wanted and total is not None else None
@@ -354,19 +350,6 @@ class ZeroOptimizer(OptimizerSurface):
         self._end_window()
         if self.scaler is not None:
             self.scaler.update(self.overflow)
-
-    @property
-    def _reads_norm(self) -> bool:
-        """Return whether the update depends on the value of the norm, so that the host must wait for it."""
-        narrow = self.reducer.settings.accumulator.itemsize < torch.float32.itemsize  # a factor there would be rounded
-        return self.settings.check or self._inspect is not None or narrow
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        """Return the norm of the last update; the first read of a norm on a device waits for it."""
-        if isinstance(self._norm, torch.Tensor):
-            self._norm = scalars.current.value(self._norm)
-        return self._norm
 
     def inspect_norm(self, inspect: Callable[[float | None, list[list[float]]], None]) -> None:
         """Set a callback that each step calls between the gradient norm and the update.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn import Parameter
 
+from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import get_own_group
 from deepspeed.errors import NotAvailableError, UsageError
@@ -58,6 +59,13 @@ class OptimizerSurface:
     settings: Any  # see `optimizer.StepSettings`
     window: AccumulationWindow
     engine: TrainingEngine | None = None  # engine to which the optimizer belongs
+    _norm: float | torch.Tensor | None  # of the last update; a tensor until somebody reads it
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """Norm of the last update; the first read of one on a device waits for it."""
+        self._norm = scalars.current.value(self._norm) if isinstance(self._norm, torch.Tensor) else self._norm
+        return self._norm
 
     @property
     def state(self) -> OptimizerState:
