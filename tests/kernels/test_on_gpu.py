@@ -1,4 +1,4 @@
-"""Compiled kernels on a GPU against the references of the interpreted ones. It has never run on a GPU."""
+"""Compiled kernels on a GPU against the references of the interpreted ones; `make gpu` runs the same checks."""
 
 from __future__ import annotations
 
