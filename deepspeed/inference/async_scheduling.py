@@ -7,12 +7,15 @@ later; the row that it has in the pass ahead is then ignored.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.foundation.log import describe_error, warn_once
 from deepspeed.inference.device_sampling import launch_pass, read_tokens
 from deepspeed.inference.executors.ragged_batch import BatchSlice, ChosenTokens, RaggedBatch
 from deepspeed.inference.scheduler import Scheduler
@@ -49,6 +52,8 @@ class LaunchedPass:
 class PassAhead:
     """Launches passes ahead of their tokens, at most one at a time.
 
+    Such a pass may still run when a step ends. An event behind it orders what comes later on other streams.
+
     Args:
         scheduler: scheduler of the sequences.
     """
@@ -56,16 +61,23 @@ class PassAhead:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._launched: LaunchedPass | None = None
+        self._end: Any = None  # event behind the last launch; None: on a CPU, or nothing was launched
 
     def take(self) -> LaunchedPass | None:
-        """Return the pass that was launched ahead, which the caller reads; None if there is none of use any more."""
+        """Return the pass that was launched ahead, which the caller reads; None if there is none of use any more.
+
+        The current stream waits for it, on whichever stream it was launched.
+        """
+        if self._end is not None:
+            get_accelerator().current_stream().wait_event(self._end)
         launched, self._launched = self._launched, None
         return launched if launched is not None and any(map(holds, launched.slices)) else None
 
     def launch(self, executor: Any, current: LaunchedPass) -> None:
         """Launch the pass behind `current`, which is not read yet, if nothing but its tokens is missing.
 
-        The executor's own logits of `current` are overwritten.
+        The executor's own logits of `current` are overwritten. If the launch fails, a warning says so; `current` is not
+        concerned, and the next step plans its pass anew.
         """
         chosen = current.chosen
         if chosen is None:
@@ -76,13 +88,24 @@ class PassAhead:
         if not slices:
             return
         after = chosen, [row for row, _ in going]
-        self._launched = LaunchedPass(slices, *launch_pass(executor, slices, self._scheduler.pool.size, after))
+        try:
+            self._launched = LaunchedPass(slices, *launch_pass(executor, slices, self._scheduler.pool.size, after))
+        except Exception as error:  # such as memory that two passes need at once
+            warn_once(f"a pass was not launched before the tokens in front of it were read: {describe_error(error)}")
+        finally:
+            if chosen.on_device.device.type != "cpu":
+                self._end = get_accelerator().Event()
+                self._end.record()
 
     def drop(self) -> None:
-        """Wait for the pass that was launched ahead, if any, and forget it."""
-        launched, self._launched = self._launched, None
-        if launched is not None and launched.batch.sampling is not None and launched.batch.sampling.chosen is not None:
-            launched.batch.sampling.chosen.read()
+        """Forget the pass that was launched ahead, after the device has ended it."""
+        self._launched, (end, self._end) = None, (self._end, None)
+        if end is not None:
+            end.synchronize()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end
+            self.drop()
 
 
 def holds(rows: BatchSlice) -> bool:

@@ -327,8 +327,8 @@ class Generator:
             if sequence is None:
                 return False
             sequence.reason = "cancelled"
-            self._forget(sequence)
             self._ready.append(sequence.output())
+            self._forget(sequence)
             return True
 
     def cancel_all(self) -> list[Hashable]:
@@ -688,8 +688,6 @@ class Generator:
 
     def _forget(self, sequence: LiveSequence) -> None:
         del self._live[sequence.ident]
-        if not self._live:
-            self._ahead.drop()
         if sequence.proposer is not None:
             sequence.proposer.close()
         if sequence.thread is not None:
@@ -698,3 +696,5 @@ class Generator:
         else:
             for member in [sequence] if sequence.beams is None else list(sequence.beams.members):
                 self._scheduler.remove(member)
+        if not self._live:
+            self._ahead.drop()

@@ -212,3 +212,30 @@ def test_weights_that_move_in_every_pass_end_the_graphs(emulated):
     same, stats, lines = emulated(1).run(weights_that_move, timeout=LIMIT)[0]
     assert same and stats == (0, 0)
     assert "move every few passes" in lines[-1] and 2 <= len(lines) <= 4, lines
+
+
+def steps_on_two_streams(graphs: bool) -> tuple[list[list[int]], list[str]]:
+    from deepspeed.inference import Request, SamplingParams
+    from tests.emulated.captured_runs import standing_in
+
+    said: list[list[int]] = []
+    with observed() as seen:
+        for streams in ([torch.cuda.current_stream()], [torch.cuda.Stream(), torch.cuda.Stream()]):
+            torch.cuda.synchronize()
+            with standing_in():
+                generator = made(cuda_graphs=graphs)
+            generator.submit(Request(0, [5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True)))
+            said.append([])
+            torch.cuda.synchronize()
+            while not generator.idle:
+                streams.append(streams.pop(0))
+                with torch.cuda.stream(streams[0]):
+                    said[-1] += [token for output in generator.step() for token in output.tokens]
+            generator.close()
+    return said, seen.reports
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_on_several_streams_follow_each_other(emulated, graphs):
+    (wanted, tokens), reports = emulated(1).run(steps_on_two_streams, graphs, timeout=LIMIT)[0]
+    assert tokens == wanted and len(tokens) == 8 and reports == []

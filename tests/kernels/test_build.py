@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import struct
@@ -106,15 +105,17 @@ class FakeDriver:
         return len(self.loaded) - 1
 
     def launch(
-        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[Any]
+        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[int]
     ) -> None:
         name, loaded_with = self.loaded[function]
         assert shared == loaded_with and threads % 32 == 0 and threads <= 1024
-        assert [argument.value for argument in arguments[-2:]] == [0, 0]
-        values = [
-            self.tensors[each.value] if isinstance(each, ctypes.c_uint64) else each.value for each in arguments[:-2]
-        ]
         variant = next(each for each in self.variants.values() if each.kernel == name)
+        kinds = [kind for kind in variant.signature.values() if kind != "constexpr"]
+        assert arguments[len(kinds) :] == [0, 0]
+        values: list[Any] = []
+        for word, kind in zip(arguments, kinds, strict=False):
+            number = struct.unpack("<f" if kind == "fp32" else "<i", word.to_bytes(8, "little")[:4])[0]
+            values.append(self.tensors[word] if kind.startswith("*") else number)
         self.kernels.launch(variant, grid, values)
 
 

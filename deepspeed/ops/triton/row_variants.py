@@ -143,9 +143,11 @@ def rotation_variant(
 ) -> KernelVariant:
     """Variant of `rotate_into_pages` for heads of these sizes, of which `rotary` places are rotated, and some rows."""
     whole, several, size = rotary == head and head % 2 == 0 and not interleaved, rows >= MANY_ROWS, max(head, value)
+    large = not whole and block(size) * dtype.itemsize > 512  # registers would be spilled
+    heads = ROTATED_HEADS // 2 if large else ROTATED_HEADS
     sizes = (
         ("HEAD", head), ("VALUE", value), ("BLOCK", block(size)), ("INTERLEAVED", int(interleaved)),
-        ("WHOLE", int(whole)), ("ROWS", min(8, 512 // block(size)) if several else 1), ("HEADS", ROTATED_HEADS),
+        ("WHOLE", int(whole)), ("ROWS", min(8, 512 // block(size)) if several else 1), ("HEADS", heads),
     )  # fmt: skip
     return KernelVariant("rotate_into_pages", dtype, sizes, 4 if several else 1)
 
@@ -165,7 +167,7 @@ def gate_variant(dtype: torch.dtype, activation: int) -> KernelVariant:
 LIMITS = 32  # limits of distances in `sampling_kernels`
 # Sizes of sampling: tokens of a part of the vocabulary; parts, tokens that are gathered, and gathered tokens that
 # `choose_tokens` reads at once.
-SAMPLING_SIZES = {"PART": 1024, "TILE": 256, "CHUNK": 8192, "BLOCK": 2048}
+SAMPLING_SIZES = {"PART": 1024, "TILE": 256, "CHUNK": 4096, "BLOCK": 2048}
 
 
 def sampling_variants(dtype: torch.dtype, sizes: dict[str, int] = SAMPLING_SIZES) -> dict[str, KernelVariant]:

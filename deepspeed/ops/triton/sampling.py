@@ -16,6 +16,7 @@ COLUMNS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 _MASK = 0xFFFFFFFF
+_LARGEST = 1 << 126  # of fp32; more than any vocabulary has tokens
 
 
 def uniform(seed: int, count: int) -> float:
@@ -35,7 +36,7 @@ def uniform(seed: int, count: int) -> float:
 
 def option_row(sampling: object) -> tuple[float, ...]:
     """Return a row of `options_of`, 8 numbers, from an object with the attributes `COLUMNS` (`SamplingParams`)."""
-    return (*(float(getattr(sampling, name)) for name in COLUMNS), 0.0)
+    return (*(float(min(getattr(sampling, name), _LARGEST)) for name in COLUMNS), 0.0)
 
 
 def options_of(samplings: Sequence[object]) -> torch.Tensor:

@@ -149,8 +149,9 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """Stages of the loop over keys: keys and values of two later blocks are on their way."""
-        return 3
+        """Stages of the loop over keys: keys and values of two later blocks are on their way; of one for heads in fp32
+        that are padded to a power of two, where registers would be spilled."""
+        return 2 if self.dtype == torch.float32 and self.head != _block(self.head) else 3
 
     @property
     def constants(self) -> dict[str, int]:

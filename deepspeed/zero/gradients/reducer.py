@@ -20,6 +20,7 @@ from deepspeed.comm.process_groups.axis import axes_here
 from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import warn_once
+from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, Way, disagreement
 from deepspeed.zero.gradients.buckets import (
     Bucket,
@@ -234,7 +235,12 @@ class Reducer:
         return current
 
     def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> ReductionRound:
-        """Open a round, in the bucket's accumulator if it is empty and idle, else in a transfer buffer."""
+        """Open a round, in the bucket's accumulator if it is empty and idle, else in a transfer buffer.
+
+        UsageError if `offload_states` has moved the accumulator.
+        """
+        if bucket.group.tiers.optimizer is RESIDENT:
+            bucket.total.acquire(read=False)
         expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.reduce_scatter.busy(bucket):

@@ -95,7 +95,6 @@ class ZeroOptimizer(OptimizerSurface):
         self.traits = UpdateTraits(known=True) if traits is None else traits
         self.overflow = False
         self.skip_reason: str | None = None
-        self._norm = None
         self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
         self.piggyback_values: list[float] = []  # numbers to all-gather in the same message as the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
@@ -340,7 +339,7 @@ class ZeroOptimizer(OptimizerSurface):
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # with a loss scale, NaN results from an overflow: inf - inf
-        self._norm = norm
+        self._global_grad_norm = norm
         if self._inspect is not None:
             self._inspect(self._global_grad_norm, self.gathered_piggyback_values)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)

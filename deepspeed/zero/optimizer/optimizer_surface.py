@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import get_own_group
@@ -59,13 +60,24 @@ class OptimizerSurface:
     settings: Any  # see `optimizer.StepSettings`
     window: AccumulationWindow
     engine: TrainingEngine | None = None  # engine to which the optimizer belongs
-    _norm: float | torch.Tensor | None  # of the last update; a tensor until somebody reads it
+    _norm: float | torch.Tensor | None = None  # of the last update; a tensor until somebody reads it
+    _norm_known: Any = None  # event behind that tensor; None: on a CPU
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """Norm of the last update; the first read of one on a device waits for it."""
-        self._norm = scalars.current.value(self._norm) if isinstance(self._norm, torch.Tensor) else self._norm
+        """Norm of the last update; the first read of one on a device, on any stream, waits for it."""
+        if isinstance(self._norm, torch.Tensor):
+            if self._norm_known is not None:
+                get_accelerator().current_stream().wait_event(self._norm_known)
+            self._norm = scalars.current.value(self._norm)
         return self._norm
+
+    @_global_grad_norm.setter
+    def _global_grad_norm(self, norm: float | torch.Tensor | None) -> None:
+        self._norm, self._norm_known = norm, None
+        if isinstance(norm, torch.Tensor) and norm.device.type != "cpu":
+            self._norm_known = get_accelerator().Event()
+            self._norm_known.record()
 
     @property
     def state(self) -> OptimizerState:

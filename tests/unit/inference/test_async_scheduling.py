@@ -126,3 +126,25 @@ def test_values_that_are_not_finite_end_the_request_behind_which_a_pass_is_launc
                 outputs[output.ident].append(output)
     assert outputs[0][-1].finish_reason == "error" and len([t for each in outputs[0] for t in each.tokens]) == 3
     assert [token for each in outputs[1] for token in each.tokens] == alone(model, texts[1], 8)
+
+
+def test_a_pass_ahead_that_fails_costs_no_token() -> None:
+    model = llama()
+    texts, sampling = prompts((4, 6)), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    generator = generator_of(model)
+    with mock.patch.object(
+        async_scheduling, "launch_pass", side_effect=RuntimeError("no memory for two passes")
+    ) as calls:
+        assert generator.generate(texts, sampling) == [alone(model, text, 8) for text in texts]
+    assert calls.call_count > 3 and generator.pages.available == generator.pages.count
+
+
+def test_an_end_that_is_interrupted_leaves_no_sequence_behind() -> None:
+    generator, (prompt,) = generator_of(llama(), max_sequences=1), prompts((5,))
+    generator.submit(Request("a", prompt, SamplingParams(max_new_tokens=9, ignore_eos=True)))
+    generator.step()
+    with mock.patch.object(PassAhead, "drop", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        generator.cancel("a")
+    assert generator.pages.available == generator.pages.count
+    assert [output.finish_reason for output in generator.step()] == ["cancelled"]
+    assert len(generator.generate([prompt], SamplingParams(max_new_tokens=3, ignore_eos=True))[0]) == 3
