@@ -396,3 +396,28 @@ def leaving() -> None:
 
 def test_the_way_between_device_and_host(workers: Any) -> None:
     workers(1).run(leaving)
+
+
+def backward_of_a_part(stage: int, precision: str) -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    sections = {precision: {"enabled": True}} if precision != "fp32" else {}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **sections,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    )  # fmt: skip
+    x = torch.randn(4, 16)
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    engine.offload_states(include=[States.contiguous_grad_buffer, States.lp_grads])
+    with raises(RuntimeError, "reload_states"):  # a part alone is not refused in forward
+        engine.module[0](x).float().square().mean().backward()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_gradients_are_not_written_to_an_accumulator_that_is_away(workers: Any, stage: int, precision: str) -> None:
+    workers(1).run(backward_of_a_part, stage, precision)
