@@ -61,7 +61,7 @@ def test_many_biases_or_many_tokens_seen_hold_nobody_up(sampling: SamplingParams
             times.append(time.thread_time() - begun)
         return min(times)
 
-    assert seconds(sampler) < 5 * seconds(plain)
+    assert seconds(sampler) < 10 * seconds(plain)  # a loop in Python takes a hundred times as long
 
 
 def test_what_a_plan_costs_grows_as_the_streams_do() -> None:
