@@ -13,7 +13,7 @@ from benchmarks.gpu.results import Facts, Key, Results
 REPORT = "report.md"
 EXTRAS = ("first ms", "of the floor", "tokens per second", "GiB", "measured ms")
 LABELS = {
-    "generation": "time over Transformers' or vLLM's",
+    "generation": "time over the reference of its row (Transformers, greedy choice, bf16)",
     "training": "time of a step over the first side's",
     "simulator": "simulated over measured time",
 }
