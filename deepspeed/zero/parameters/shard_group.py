@@ -43,6 +43,7 @@ from deepspeed.zero.parameters.parameter import (
     set_raw_class,
     set_raw_data,
     unmanage,
+    was_replaced,
 )
 from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
 
@@ -284,7 +285,7 @@ class ShardGroup(ForwardGathers):
             for member, view in zip(self.members, self.views, strict=True):
                 param = member.param
                 set_raw_class(param, ManagedParameter)
-                if param.data_ptr() != (view if member.saved else member.placeholder).data_ptr():
+                if was_replaced(param, member):
                     replaced.append(member)
                 set_raw_data(param, view)
                 member.version, member.saved = param._version, False
@@ -354,7 +355,7 @@ class ShardGroup(ForwardGathers):
                 )
             member.version = version
             member.saved = self.buffer_views.saves(member)
-            set_raw_data(param, view if member.saved else member.placeholder)
+            set_raw_data(param, member.under(param))
             set_raw_class(param, ShardedParameter)
         self.state, self.decoded = State.SHARDED, False
         self.buffer_views.release_storage()
