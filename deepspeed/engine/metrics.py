@@ -529,4 +529,6 @@ class Instruments:
         self._finder.close()
         if self.monitor.enabled:
             self._tell(0.0, ended=True)
+        if self.monitor.writes:
+            error_sample.stop()  # a later engine's first update has no error of this one
         self.monitor.close()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.comm.collectives.encoded import error_sample
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import (
     STAGES,
@@ -408,6 +409,7 @@ def monitored(folder: str) -> None:
     monitor = {"enabled": True, "output_path": folder, "job_name": "wire"}
     with start(2, wire=wired(2, "int4"), jsonl_monitor=monitor) as engine:
         losses(engine, range(3))
+    assert error_sample.value is None and not error_sample.due  # a later engine gets none of this one's errors
 
 
 def test_monitors_get_the_error(workers: Workers, tmp_path: Any) -> None:

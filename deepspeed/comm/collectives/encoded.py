@@ -299,6 +299,10 @@ class ErrorSample:
         taken, self.value, self.due = self.value, None, True
         return taken
 
+    def stop(self) -> None:
+        """Forget the last error and measure no more messages."""
+        self.value, self.due = None, False
+
     value: float | None
 
 
