@@ -5,14 +5,16 @@ two ranks `deepspeed --num_gpus 2 --module benchmarks.rollouts --tables stages`.
   ("plain"), with those of the rollout ("reused", bar 1.05 of plain), and with those of a score made for the step
   ("anew", bar 1.35).
 - `speed`: 16 greedy answers of 64 tokens: Transformers' `generate` on the engine's module, and `engine.generate` (bar
-  0.30 of it), at stage 0.
+  0.30 of it), at stage 0. "floor" does as many operations as the products of these answers in square matrices of 1,024:
+  the processor's best rate, which no product of 16 rows reaches. A bar below it cannot be held in this dtype.
 - `stages`: the same by engines of stages 0 and 3 of two ranks that alternate, with `pin_parameters` (bar 1.25) and
   layer by layer.
 - `switch`: cycles of rollout, score and update; the growth of the resident set after the second cycle, and whether the
   base weights under LoRA keep their bits.
 
-Sides alternate in one process; the time of a side is the CPU time of the process (of `stages`: wall time), and a ratio
-is the median of the rounds' ratios. Models are Llamas of 20 M and 110 M parameters with random weights.
+Sides alternate in one process, on one thread; the time of a side is the CPU time of the process (of `stages`: wall
+time), and a ratio is the median of the rounds' ratios. Models are Llamas of 20 M and 110 M parameters with random
+weights.
 """
 
 from __future__ import annotations
@@ -121,6 +123,22 @@ def cost(size: str, dtype: str, rounds: int, rows: list[dict[str, Any]]) -> None
     engine.destroy()
 
 
+def products_alone(engine: Any, size: str, dtype: str) -> Callable[[], None]:
+    """Return a call that takes the time of the products of `speed` at the rate of large square matrices."""
+    head = VOCABULARY[size] * SIZES[size][0]
+    matrices = sum(param.numel() for param in engine.module.parameters() if param.ndim == 2) - 2 * head
+    rows, sampled = PROMPTS * (PROMPT + NEW - 1), PROMPTS * NEW
+    count = (rows * matrices + sampled * head) / 1024**3
+    left, right = (torch.randn(1024, 1024, dtype=torch.bfloat16 if dtype == "bf16" else None) for _ in range(2))
+
+    def multiply() -> None:
+        for _ in range(int(count)):
+            left @ right
+        left[: int(1024 * (count % 1))] @ right
+
+    return multiply
+
+
 def speed(size: str, dtype: str, rounds: int, rows: list[dict[str, Any]]) -> None:
     engine, prompts = engine_of(size, dtype), prompts_of(size)
     own, call = type(engine.module).generate, {"max_new_tokens": NEW, "do_sample": False}
@@ -131,6 +149,7 @@ def speed(size: str, dtype: str, rounds: int, rows: list[dict[str, Any]]) -> Non
         "engine, drawn": lambda: engine.generate(
             prompts, attention_mask=mask, max_new_tokens=NEW, do_sample=True, top_k=0
         ),
+        "floor": products_alone(engine, size, dtype),
     }
     engine.eval()
     report(f"speed {size} {dtype}", compare(sides, rounds, time.process_time), rows)
@@ -190,6 +209,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--local_rank", type=int, default=-1)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other take CPU time too
     rows: list[dict[str, Any]] = []
     for table in arguments.tables:
         for size in arguments.sizes[:1] if table == "switch" else arguments.sizes:
@@ -197,7 +217,7 @@ def main() -> None:
                 count = arguments.cycles if table == "switch" else arguments.rounds
                 {"cost": cost, "speed": speed, "stages": stages, "switch": switch}[table](size, dtype, count, rows)
     if not deepspeed.comm.is_initialized() or deepspeed.comm.get_rank() == 0:
-        print(write_json(f"rollouts-{'-'.join(arguments.tables)}.json", rows))
+        print(write_json(f"rollouts-{'-'.join([*arguments.tables, *arguments.sizes])}.json", rows))
 
 
 if __name__ == "__main__":
