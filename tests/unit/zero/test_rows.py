@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.zero.gradients.buckets import add_rows
+from deepspeed.zero.gradients.sparse_rows import add_rows
 
 ROWS, WIDTH, HITS = 100, 16, 512
 
