@@ -42,6 +42,7 @@ from deepspeed.zero.api.reshard import check_not_served
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.buckets import ReduceSettings
 from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.gradients.row_exchange import find_tables
 from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.layout.units import mark_leaves
@@ -463,6 +464,7 @@ def _groups(
         persist_total=config.zero.model_persistence_threshold,
         wire=weight_wire(config),
         frozen_wire=weight_wire(config, frozen=True),
+        tables=find_tables(model, updated) if config.sparse_gradients else frozenset(),
     )
     offload, planned = Offload(config), []
     some = names if relations.several else ()

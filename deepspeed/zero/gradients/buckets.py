@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from deepspeed.storage.async_copy import mover_of
 from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.gradients.encoded_gradients import EncodedGradients, sum_parts
+from deepspeed.zero.gradients.row_exchange import Rows, exchange_of, sum_rows, write_rows
 from deepspeed.zero.parameters.collective_order import LaunchOrder
 from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -123,6 +125,7 @@ class Bucket:
         self.whole = not group.policy.owns_a_shard
         self._wire = wire or Wire()
         self.encoded: EncodedGradients | None = None  # made by `prepare`
+        self.rows = exchange_of.current(group, self.whole)  # None: the group is no table whose rows are sent
         self.unit = (
             1.0  # of this window's gradients: 1 / (items of this rank in its first round), where they are counted
         )
@@ -199,6 +202,34 @@ class Bucket:
             self._leaving = self.leave_device(parts, scale, total, layout)
         else:
             sum_parts(parts, total, scale, self.filled, self._any_order, layout)
+            self.total.release(changed=True)
+            self._leaving = None
+        self.filled = True
+        return self._leaving
+
+    def add_rows(self, parts: Sequence[Rows], scale: float, buffer: torch.Tensor) -> Handle | None:
+        """Add `scale` times the sum of rows to the accumulator of a table; all other rows get zeros if it is empty.
+
+        Args:
+            parts: numbers, relative to the first row of the accumulator, and rows of each rank.
+            scale: factor on the sum.
+            buffer: buffer of the round, of which the accumulator may be a part.
+
+        Returns:
+            As `add`.
+        """
+        rows = sum_rows(parts, scale)
+        if self._leaving is not None:
+            self._leaving.wait()
+        target, lead = self.total.acquire(read=self.filled), 0 if self.rows is None else self.rows.lead
+        if target.device != self.group.device:
+            dense = torch.zeros(target.numel(), dtype=torch.float32, device=self.group.device)
+            write_rows(rows, dense, lead, add=False)
+            self._leaving = self.leave_device([dense], 1.0, target)
+        else:
+            if not self.filled and target.data_ptr() != buffer[self.low :].data_ptr():
+                target.zero_()  # as a part of the buffer, it has zeros in all other rows already
+            write_rows(rows, target, lead, add=self.filled)
             self.total.release(changed=True)
             self._leaving = None
         self.filled = True
