@@ -1,4 +1,4 @@
-"""Gradients by rows on the device: the losses of the CPU, no race, the same bits as whole gradients."""
+"""Gradients by rows on the device: the losses of the CPU and of whole gradients, and no race."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def trained(stage: int, precision: str, accumulation: int, key: bool, offload: b
     """Losses and weights of a run; `extra`: the weights of the table."""
     zero = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {}
     settings = {"precision": precision, "accumulation": accumulation, "clip": 0.01, "zero": zero}
-    with observed() as seen, start(stage, model_of(sparse=True), sparse_gradients=key, **settings) as engine:
+    with observed() as seen, start(stage, model_of(), sparse_gradients=key, **settings) as engine:
         assert len(rows_sent(engine)) == 2 * key
         seen.losses = train(engine, range(3 * accumulation))
         seen.extra = engine.module.table.weight.detach().float().cpu()
