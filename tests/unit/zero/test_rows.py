@@ -93,4 +93,5 @@ def test_tables_of_which_rows_are_sent() -> None:
 
     model = Model()
     assert find_tables(model, set(model.parameters())) == {model.words.weight, model.bag.weight}
-    assert find_tables(model, {model.bag.weight}) == {model.bag.weight}
+    bag: nn.Parameter = model.bag.weight  # pyright: ignore[reportAssignmentType]
+    assert find_tables(model, {bag}) == {bag}
