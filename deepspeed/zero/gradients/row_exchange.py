@@ -8,7 +8,7 @@ others, so accumulation, conversion, clipping and the update do not differ; only
 2. From the counts, all ranks compute whether rows or whole buffers are fewer bytes. Rows have 8 bytes for their number
    and the elements in the dtype of the buffer. Whole buffers are sent as those of other groups, encoded too.
 3. Ranks send row numbers and rows: to all ranks at stage 0, else to the owners. The receiver adds them in rank order in
-   fp32, which gives the bits of the dense sum, since the other ranks' elements of the row are zero.
+   fp32, which gives the bits of the dense sum (but for the sign of a zero), since the elements of other ranks are zero.
 
 Rows are found in the buffer, not in the indices of the batch, so it does not matter whether autograd returned a sparse
 or a dense gradient, or whether the user has changed it. All phases have message tags of their own, so rounds may be
