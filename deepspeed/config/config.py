@@ -117,6 +117,7 @@ class DeepSpeedConfig:
         self.zero = top.zero_optimization
         self.communication_data_type = top.communication_data_type
         self.deterministic_reduction = top.deterministic_reduction
+        self.sparse_gradients = top.sparse_gradients
         self.prescale_gradients = top.prescale_gradients
         self.gradient_predivide_factor = top.gradient_predivide_factor
         self.gradient_allreduce_op = top.gradient_allreduce_op

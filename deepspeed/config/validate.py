@@ -235,6 +235,12 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         if zero.mics_shard_size < 1 or (ranks and ranks[1] % zero.mics_shard_size):
             count = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {count}")
+    if top.sparse_gradients and zero.stage == 3:
+        yield wrong(
+            "sparse_gradients",
+            True,
+            "needs stage 0, 1 or 2, not 3: sharded tables are gathered whole; leave it out, or lower the stage",
+        )
     yield from _secondary_conflicts(top, ranks)
     if ranks and top.data_parallel_size not in (None, ranks[0]):
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")

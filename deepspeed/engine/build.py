@@ -17,6 +17,7 @@ from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.one_sided import release_abandoned
 from deepspeed.comm.collectives.same_error import OrderCheck
 from deepspeed.comm.collectives.torch_api import all_gather_objects
+from deepspeed.comm.process_groups.axis import axes_here
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.client_support import tell_dtypes
 from deepspeed.engine.memory.suggestions import tells_what_fits
@@ -42,6 +43,7 @@ from deepspeed.zero.api.reshard import check_not_served
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.buckets import ReduceSettings
 from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.gradients.row_exchange import find_tables
 from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.layout.units import mark_leaves
@@ -463,6 +465,7 @@ def _groups(
         persist_total=config.zero.model_persistence_threshold,
         wire=weight_wire(config),
         frozen_wire=weight_wire(config, frozen=True),
+        tables=find_tables(model, updated) if config.sparse_gradients and axes_here().size > 1 else frozenset(),
     )
     offload, planned = Offload(config), []
     some = names if relations.several else ()

@@ -14,7 +14,7 @@ from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.foundation.pytree import map_tensors
 from deepspeed.pipe.executor import Means, ModelPart
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Way
-from deepspeed.zero.gradients.buckets import by_rows
+from deepspeed.zero.gradients.sparse_rows import by_rows
 
 FAILED = -1  # instead of a number of micro-batches
 EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # call of a rank: eval_batch, train_batch, or one that it cannot run

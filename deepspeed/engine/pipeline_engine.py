@@ -35,7 +35,7 @@ from deepspeed.pipe.schedule import INFERENCE, PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import ScheduleCost, simulate
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.materialize import materialize
-from deepspeed.zero.gradients.buckets import tables
+from deepspeed.zero.gradients.sparse_rows import tables
 from deepspeed.zero.layout.placement import Relation, placement_of
 
 _REDUCTIONS = ("avg", "sum", None)

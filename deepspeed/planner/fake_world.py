@@ -24,7 +24,7 @@ from deepspeed.storage import tensor_file
 from deepspeed.storage.simulated import SimulatedDisk
 from deepspeed.tensor_parallel import plan
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
-from deepspeed.zero.gradients import reducer
+from deepspeed.zero.gradients import reducer, row_exchange
 from deepspeed.zero.gradients.buckets import Bucket
 
 
@@ -47,6 +47,8 @@ def without_values(expert_load: float = 1.0) -> Generator[None]:
         stack.enter_context(transformers_adapter.position_gathers.replaced(_continued_positions))
         stack.enter_context(plan.probes.replaced(_drawn_calls))
         stack.enter_context(simulated_experts(expert_load))
+        # Which rows are zero is not known without values.
+        stack.enter_context(row_exchange.exchange_of.replaced(lambda _group, _whole: None))
         stack.enter_context(reducer.unlaunched_copies.replaced(_send_zeros_of_absent_stages))
         yield
 

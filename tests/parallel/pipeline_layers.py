@@ -235,7 +235,7 @@ def looked_up(stage: int, precision: str, watched: bool) -> tuple[int, list[torc
     for few in (4, 10**9):
         with MonkeyPatch.context() as patch:
             patch.setattr(reducer, "add_rows", counted)
-            patch.setattr(deepspeed.zero.gradients.buckets, "_FEW", few)
+            patch.setattr(deepspeed.zero.gradients.sparse_rows, "_FEW", few)
             made.append(_with_a_large_table(stage, precision, watched))
     return calls[0], *made
 

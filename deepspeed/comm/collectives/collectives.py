@@ -407,17 +407,27 @@ def all_to_all_rows(
     Returns:
         Tensors of shape (R, …): the rows from all ranks, in rank order.
     """
-    started = [_start_rows(axis, rows.contiguous(), table, label) for label, rows in parts]
+    started = [start_rows(axis, rows.contiguous(), table, axis.public_tag(EXCHANGE), label) for label, rows in parts]
     pending = [handle for _, handle in started]
     while pending:  # messages of all tensors are pending together
         pending = [following for handle in pending if (following := handle.advance()) is not None]
     return [received for received, _ in started]
 
 
-def _start_rows(
-    axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str
+def start_rows(
+    axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], tag: int, label: str
 ) -> tuple[torch.Tensor, Handle]:
-    """Start the exchange of one tensor's rows; returns the tensor for the received rows, and a handle."""
+    """Start to send each rank some of the rows of one tensor. All ranks must call this.
+
+    Args:
+        rows: contiguous tensor of shape (S, …); must not change until the handle is done.
+        table: see `all_to_all_rows`.
+        tag: message tag (`tag_of`), equal on all ranks; unused on axes without tags.
+        label: name of the collective in error reports.
+
+    Returns:
+        Tensor for the received rows, see `all_to_all_rows`, and a handle.
+    """
     me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
     cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
     arrive = [row[me] for row in table]
@@ -430,7 +440,6 @@ def _start_rows(
         return received, Handle(axis, label, [])
     takers, givers = [r for r in peers if sent[r].numel()], [r for r in peers if slots[r].numel()]
     nbytes = sum(slots[r].nbytes for r in givers)
-    tag = axis.public_tag(EXCHANGE)
     if shared is not None:
 
         def arrived() -> Handle:

@@ -95,6 +95,9 @@ class TopLevel(Section):
         None, "dtype of gradient communication; null: summed in fp32; int8, int4: as wire.gradients"
     )
     wire: WireConfig = key(WireConfig, "encoding of gradients and weights in messages")
+    sparse_gradients: bool = key(
+        False, "send gradients of embeddings as row numbers and rows where these are fewer bytes; stages 0, 1 and 2"
+    )
     deterministic_reduction: bool = key(
         False,
         "on devices, sum in rank order, in place of the backend's own reduction (fp32) and of one kernel (16 bits)",
@@ -135,7 +138,6 @@ class TopLevel(Section):
     seq_parallel_communication_data_type: Dtype = moot(
         "fp32", "dtype of reductions over a sequence's ranks", "communication_data_type decides for all"
     )
-    sparse_gradients: bool = later(False, "reduce embedding gradients as index and value")
     graph_harvesting: bool = later(False, "record steps as CUDA graphs")
     datastates_ckpt: dict[str, Any] | None = later(None, "asynchronous checkpoint plug-in", idle=[{}])
     amp: Amp = key(Amp, "NVIDIA Apex")

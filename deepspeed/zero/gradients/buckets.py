@@ -1,4 +1,4 @@
-"""Gradient buckets: transfer buffer, accumulator, cached sum of squares, and row-sparse embedding gradients.
+"""Gradient buckets: transfer buffer, accumulator, and cached sum of squares.
 
 [Note: rounds] A round is one reduce-scatter of a bucket, with at most one gradient per parameter of the group. A
 complete round is launched at once in the last micro-batch of a window (in each micro-batch if the sharding stage
@@ -6,12 +6,6 @@ reduces gradients as they arrive), and all other rounds are launched by `Reducer
 branches of the model, so a rank may launch fewer rounds of a group than others. All ranks call `finish` before an
 update; it compares the numbers of rounds, and a rank with fewer rounds sends zeros. Message tags contain group and
 round, so the order of launches may differ between ranks.
-
-[Note: row-sparse gradients] The dense gradient of an embedding is as large as its table, and nearly all rows are zero.
-If the number of looked-up rows is known to be small (as in a pipeline stage), autograd returns only these rows, which
-are added to the accumulator at their positions. If gradient and accumulator have the same dtype, repeated rows are
-summed first; in fp32, with one lookup per micro-batch, the sums are bitwise equal to those of dense gradients. If the
-accumulator's dtype is wider, each row is added separately.
 
 [Note: known norm] `gradient_norms` computes the sums of squares and exchanges them. If no rank has changed a gradient
 since, the update can use this norm and skip its own exchange. Each rank reports whether that holds in the row that
@@ -22,23 +16,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from deepspeed.comm.collectives.collectives import Handle
 from deepspeed.comm.collectives.encoded import Layout, Wire
-from deepspeed.foundation.pytree import tensors_in
 from deepspeed.storage.async_copy import mover_of
 from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.gradients.encoded_gradients import EncodedGradients, sum_parts
+from deepspeed.zero.gradients.row_exchange import Rows, exchange_of, sum_rows, write_rows
 from deepspeed.zero.parameters.collective_order import LaunchOrder
-from deepspeed.zero.parameters.parameter import ManagedParameter
 from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
@@ -134,6 +125,7 @@ class Bucket:
         self.whole = not group.policy.owns_a_shard
         self._wire = wire or Wire()
         self.encoded: EncodedGradients | None = None  # made by `prepare`
+        self.rows = exchange_of.current(group, self.whole)  # None: the group is no table whose rows are sent
         self.unit = (
             1.0  # of this window's gradients: 1 / (items of this rank in its first round), where they are counted
         )
@@ -210,6 +202,34 @@ class Bucket:
             self._leaving = self.leave_device(parts, scale, total, layout)
         else:
             sum_parts(parts, total, scale, self.filled, self._any_order, layout)
+            self.total.release(changed=True)
+            self._leaving = None
+        self.filled = True
+        return self._leaving
+
+    def add_rows(self, parts: Sequence[Rows], scale: float, buffer: torch.Tensor) -> Handle | None:
+        """Add `scale` times the sum of rows to the accumulator of a table; all other rows get zeros if it is empty.
+
+        Args:
+            parts: numbers, relative to the first row of the accumulator, and rows of each rank.
+            scale: factor on the sum.
+            buffer: buffer of the round, of which the accumulator may be a part.
+
+        Returns:
+            As `add`.
+        """
+        rows = sum_rows(parts, scale)
+        if self._leaving is not None:
+            self._leaving.wait()
+        target, lead = self.total.acquire(read=self.filled), 0 if self.rows is None else self.rows.lead
+        if target.device != self.group.device:
+            dense = torch.zeros(target.numel(), dtype=torch.float32, device=self.group.device)
+            write_rows(rows, dense, lead, add=False)
+            self._leaving = self.leave_device([dense], 1.0, target)
+        else:
+            if not self.filled and target.data_ptr() != buffer[self.low :].data_ptr():
+                target.zero_()  # as a part of the buffer, it has zeros in all other rows already
+            write_rows(rows, target, lead, add=self.filled)
             self.total.release(changed=True)
             self._leaving = None
         self.filled = True
@@ -336,74 +356,3 @@ class SumOfSquaresCache:
         if memory is None or memory.is_inference() or self.lends_views:
             return None
         return memory.data_ptr(), memory._version
-
-
-_FEW = 4  # an embedding is large if its rows are more than this multiple of the integers in the batch
-
-
-def tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the embeddings on the CPU that support row-sparse gradients, for `by_rows`.
-
-    Embeddings with `sparse`, `scale_grad_by_freq` or `max_norm` are left out.
-    """
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
-        and module.weight.device.type == "cpu"
-    ]
-
-
-@contextmanager
-def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
-    """Return a context in which the gradients of large embeddings are row-sparse.
-
-    Args:
-        embeddings: result of `tables`; those with a gradient hook of the user keep dense gradients.
-        batch: pytree of the inputs; its integers bound the number of rows that are looked up.
-    """
-    most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
-    large = []
-    for table in embeddings:
-        weight = table.weight
-        if not most or table.num_embeddings <= _FEW * most:
-            continue
-        if isinstance(weight, ManagedParameter) and weight.requires_grad:
-            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # the reducer has registered one
-            if not weight._backward_hooks and hooks is not None and len(hooks) == 1:
-                large.append(table)
-    for table in large:
-        table.sparse = True
-    try:
-        yield
-    finally:
-        for table in large:
-            table.sparse = False
-
-
-def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Return whether `add_rows` supports a gradient.
-
-    Args:
-        gradient: gradient of a parameter, of any layout.
-        dtype: dtype of the round's buffer.
-        padded: whether the parameter is stored with padding, which is not supported.
-    """
-    fits = dtype in (gradient.dtype, torch.float32)
-    return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
-
-
-def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add a row-sparse gradient to a part of an accumulator.
-
-    Args:
-        place: dense tensor in the shape of the parameter, changed in place.
-        gradient: sparse COO tensor for which `can_add` is true.
-        factor: factor on the gradient.
-        again: add to the values of `place`; False: overwrite them.
-    """
-    if not again:
-        place.zero_()
-    rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()
-    place.index_add_(0, rows._indices()[0], rows._values().to(place.dtype), alpha=factor)

@@ -204,7 +204,21 @@ class GradReduceScatter:
             self._fly((leaving, bucket, current))
 
     def _send(self, bucket: Bucket, current: ReductionRound, seq: int) -> Handle:
-        """Start the collective for a round: reduce-scatter or all-reduce, with or without replicas."""
+        """Start the reduction of a round, by whole buffers or by rows."""
+        if bucket.rows is None:
+            return self._send_whole(bucket, current, seq)
+        encoding, peers = bucket.encoded, bucket.group.axis.size - 1
+        nbytes = current.buffer.nbytes if encoding is None or encoding.slices is None else encoding.slices.nbytes
+        return bucket.rows.reduce(
+            current.buffer,
+            seq,
+            nbytes * peers * (2 if bucket.whole else 1),
+            lambda: self._send_whole(bucket, current, seq),
+            lambda parts: bucket.add_rows(parts, current.post_reduce_scale, current.buffer),
+        )
+
+    def _send_whole(self, bucket: Bucket, current: ReductionRound, seq: int) -> Handle:
+        """Start the collective for whole buffers: reduce-scatter or all-reduce, with or without replicas."""
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)

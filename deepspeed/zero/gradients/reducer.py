@@ -28,13 +28,12 @@ from deepspeed.zero.gradients.buckets import (
     ReduceSettings,
     ReductionRound,
     SumOfSquaresCache,
-    add_rows,
-    can_add,
 )
 from deepspeed.zero.gradients.encoded_gradients import ErrorMemory
 from deepspeed.zero.gradients.grad_views import GradViewTracker
 from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows
 from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
+from deepspeed.zero.gradients.sparse_rows import add_rows, can_add
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 from deepspeed.zero.parameters.parameter import raw_grad, set_raw_grad
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord

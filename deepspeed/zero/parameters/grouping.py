@@ -47,6 +47,7 @@ class GroupingPlan:
         persist_total: maximum number of elements of these parameters (`stage3_model_persistence_threshold`).
         wire: codecs of the all-gathers of trained parameters.
         frozen_wire: codecs of the all-gathers of frozen parameters.
+        tables: 2-D parameters whose gradients are sent by rows; each is a group.
     """
 
     bucket: int = 500_000_000
@@ -56,6 +57,7 @@ class GroupingPlan:
     persist_total: int = 1 << 62
     wire: Wire = Wire()
     frozen_wire: Wire = Wire()
+    tables: frozenset[Parameter] = frozenset()
 
     def exact(self) -> GroupingPlan:
         """Return the plan for groups whose messages have no codec."""
@@ -86,6 +88,7 @@ class GroupKey(NamedTuple):
     requires_grad: bool
     updated: bool  # whether the optimizer updates them
     signature: Signature
+    table: Parameter | None  # one of `GroupingPlan.tables`
 
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
@@ -166,7 +169,8 @@ def plan_groups(
             continue  # neither sharded nor updated: nothing to manage
         unit = unit_of.get(param) if of_param.gathers_before_use else None
         dtype, signature = dtypes.get(param, param.dtype), signatures.get(param, DATA_PARALLEL)
-        key = GroupKey(of_param, unit, dtype, param.device, param.requires_grad, param in updated, signature)
+        table = param if param in plan.tables else None
+        key = GroupKey(of_param, unit, dtype, param.device, param.requires_grad, param in updated, signature, table)
         by_key[key].append(param)
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
@@ -226,6 +230,7 @@ def build_group(
         shard_group = ShardGroup(
             ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers, wire=wire
         )
+        shard_group.by_rows = params[0] in plan.tables
     if initialized:
         for group in initialized:
             group.drop()

@@ -100,6 +100,7 @@ class ShardGroup(ForwardGathers):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
+        self.by_rows = False  # the gradient of its one parameter, a table, is sent by rows
         self.decoded = False  # the full buffer holds decoded values, which differ from the shards
         # With offloaded parameters, or a limited address space, freed memory must be returned to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())

@@ -71,6 +71,10 @@ def problems_of(config, world=1, **rest):
             "zero_optimization.zero_quantized_weights (int8) and wire.weights (bf16) are two encodings of weights",
         ),
         ({"wire": {"weights": "int8"}}, 'wire.weights = "int8": needs stage 1, 2 or 3: stage 0 sends no weights'),
+        (
+            {"sparse_gradients": True, "zero_optimization": {"stage": 3}},
+            "sparse_gradients = true: needs stage 0, 1 or 2, not 3",
+        ),
         ({"wire": {"error_memory": True}}, "wire.error_memory needs gradients in int8 or int4"),
         (
             {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.5}}},
@@ -147,7 +151,7 @@ def test_all_problems_come_in_one_error():
         ),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"nebula": {"enabled": True, "load_path": "x"}}, "nebula.enabled"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"graph_harvesting": True}, "graph_harvesting"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
     ],

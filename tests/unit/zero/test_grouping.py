@@ -68,6 +68,14 @@ def test_persistent_parameters_and_leaves() -> None:
     assert len(planned(model, 3)) == 3
 
 
+def test_a_table_whose_rows_are_sent_is_a_group() -> None:
+    model = Model()
+    table = model.embedding.weight
+    names = list(named_parameters(model).values())
+    plan = GroupingPlan(tables=frozenset({table}))
+    assert planned(model, 1, plan) == [["embedding.weight"], names[:0:-1]]
+
+
 def test_layout_of_a_group() -> None:
     plan = GroupingPlan(whole_tensors=True)
     assert plan.layout_for(policy_for(1), [7, 9], 2).cuts == (0, 7, 16)
