@@ -40,7 +40,6 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 
 OUTLOOKS = (
     Outlook("expert_parallel.* use_data_before_expert_parallelism", "mixture of experts"),
-    Outlook("hybrid_engine.inference_tp_size", "generation over several ranks and on GPUs"),
     Outlook("zero_optimization.mics_hierarchical_params_gather", "quantized communication"),
     Outlook(
         "compile.passes", reason="communication runs between compiled graphs, so they have none that passes could move"

@@ -60,6 +60,7 @@ from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
+from deepspeed.engine.rollout_report import RolloutReport
 from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.engine.step_keywords import StepAccessors, StepKeywords
@@ -114,6 +115,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
     _components = shared("components")
     _instruments: Instruments
     _generation: Generation
+    _rollouts: Any = property(lambda self: self._instruments.rollouts)
     _axes: Any = property(lambda self: self._state.components.axes)
     _window: Any = property(lambda self: self._state.components.window)
 
@@ -122,6 +124,8 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     rollout = by("_generation", Generation.rollout)
     score = by("_generation", Generation.score)
+    measure_mismatch = by("_rollouts", RolloutReport.measure_mismatch)
+    rollout_mismatch = property(lambda self: self._rollouts.last, doc="See `RolloutReport.last`.")
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)

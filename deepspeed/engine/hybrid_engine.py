@@ -53,6 +53,7 @@ class HybridMethods:
     def _begin_hybrid(self) -> None:
         if not callable(getattr(type(self.module), "generate", None)):
             raise UsageError(f"hybrid_engine: {type(self.module).__name__} has no generate; leave the block out")
+        self._generation.check_keys()
         vars(self.module)["generate"] = GenerateMethod(self.module, self._generation)
         self._evaluations, self._trained_since = 0, time.perf_counter()
 

@@ -31,6 +31,7 @@ from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
+from deepspeed.engine.rollout_report import RolloutReport
 from deepspeed.engine.timeline import Tracing
 from deepspeed.foundation import progress_line
 from deepspeed.foundation.spans import recorder
@@ -268,6 +269,7 @@ class Instruments:
         self.profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
         self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # adds a report to out-of-memory errors inside
+        self.rollouts = RolloutReport(state)
         self._pressure = MemoryWatchdog(self._memory)
         self.tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
@@ -439,7 +441,7 @@ class Instruments:
         seconds, self._since = now - (self._since or now), now
         self._tell(seconds)
         if self.monitor.writes:
-            of_update = [*self._of_update(), *self._times(), *self._balance.events()]
+            of_update = [*self._of_update(), *self._times(), *self._balance.events(), *self.rollouts.events()]
             events = [*self._of_window(rows, samples, seconds), *of_update]
             self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 

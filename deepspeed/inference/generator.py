@@ -25,7 +25,7 @@ from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.device_sampling import launch_pass
 from deepspeed.inference.draft_model import DraftModel, NgramProposer, Proposer, drafting
 from deepspeed.inference.executors.captured import capture_passes, drop_graphs, graph_counts
-from deepspeed.inference.executors.engine_weights import EngineWeights, trained_model
+from deepspeed.inference.executors.engine_weights import trained_model
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice
@@ -33,6 +33,7 @@ from deepspeed.inference.executors.select import (
     device_of,
     exclusive_pass,
     packable,
+    resize_cache,
     select_executor,
     settle_attention,
     warn_of,
@@ -46,7 +47,7 @@ from deepspeed.inference.request import EngineStats, Output, Request, end_tokens
 from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, SequenceGroup
 from deepspeed.inference.structured_output import ConstraintCompiler
-from deepspeed.inference.trained_lora import TrainedLora
+from deepspeed.inference.trained_lora import watched_weights
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -146,7 +147,7 @@ class Generator:
         self._arrivals = 0
         self._lock = threading.RLock()
         self._closed = False
-        self.weights = EngineWeights(model, TrainedLora(model).switches)
+        self.weights = watched_weights(model)
         self._weights_seen = self.weights.version, self.weights.switches
         self._adapters = AdapterRegistry(model, functools.partial(why_not_adapted, self._executor))
         for name, folder in (adapters or {}).items():
@@ -184,8 +185,7 @@ class Generator:
             raise RequestError(f"cache_bytes {cache_bytes} are less than one page of {page_size} tokens, {each} bytes")
         else:
             pages = cache_bytes // each
-        self._executor.store = probed.resized(pages, page_size)
-        return pages
+        return resize_cache(self._executor, pages, page_size)
 
     def _make_draft(self, model: nn.Module | None, lossless_weights: bool) -> DraftModel | None:
         if model is None:

@@ -18,6 +18,7 @@ from deepspeed.inference.adapters import LoraAdapter, LowRankMatrices
 from deepspeed.inference.executors.engine_weights import EngineWeights, groups_of, is_sharded, version_of
 from deepspeed.inference.executors.native_adapters import bind
 
+WATCHED = "_ds_watched_weights"  # attribute of a model whose weights are parts of another model's
 CHAT = ("lora_right_weight", "lora_left_weight", "lora_scaling")  # attributes of DeepSpeed-Chat's layer
 
 
@@ -175,3 +176,9 @@ class TrainedLora:
                 pair.down.copy_(a.T if transposed else a)
                 pair.up.copy_(b if transposed else b.T)
         self._copied = self._versions()
+
+
+def watched_weights(model: nn.Module) -> EngineWeights:
+    """Return the weights that decide what a model computes: its own, or those of the model that it is a copy of."""
+    others = vars(model).get(WATCHED)
+    return EngineWeights(model, TrainedLora(model).switches) if others is None else others

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from deepspeed.errors import RequestError
+from deepspeed.comm.collectives.same_error import alarmed
+from deepspeed.comm.collectives.torch_api import all_gather_objects
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import RequestError, UsageError
+from deepspeed.foundation.log import describe_error
 from deepspeed.inference.generator import Generator
 from deepspeed.inference.logprobs import truncates
-from deepspeed.inference.request import Request
+from deepspeed.inference.request import Output, Request
 from deepspeed.inference.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,115 @@ def check_scores_kept(sampling: SamplingParams) -> None:
         raise RequestError(f"rollouts with top_k, top_p or min_p have no log-probabilities under {', '.join(others)}")
 
 
+@dataclass(frozen=True)
+class GenerationTask(Generic[T]):
+    """Requests to a generator, and what is made of their outputs.
+
+    Args:
+        requests: the requests.
+        finish: function from the outputs of each request, and the version of the weights, to the result.
+    """
+
+    requests: list[Request]
+    finish: Callable[[Sequence[Sequence[Output]], int], T]
+
+    def run(self, generator: Generator) -> T:
+        """Run the requests and return the result. Errors are those of `Generator.run`."""
+        version = generator.weights_version
+        return self.finish(generator.run(self.requests), version)
+
+    def run_shared(self, generator: Generator, axis: Axis) -> T:
+        """As `run`, on ranks that share the generator's model: each answers the requests of all and keeps its own.
+
+        Raises:
+            RequestError: a request of this rank is not possible.
+            UsageError: a request of another rank is not possible.
+        """
+        version, by_rank = generator.weights_version, all_gather_objects(axis, self.requests)
+        for rank, requests in zip(axis.ranks, by_rank, strict=True):  # every rank finds the same errors
+            try:
+                _check(generator, requests)
+            except RequestError as error:
+                if rank == axis.ranks[axis.rank]:
+                    raise
+                raise failed_elsewhere(rank, describe_error(error)) from None
+        with alarmed(lambda: "generation by several ranks", alike=(RequestError,)):
+            outputs = generator.run(list(itertools.chain(*by_rank)))
+        first = sum(map(len, by_rank[: axis.rank]))
+        return self.finish(outputs[first : first + len(self.requests)], version)
+
+
+def failed_elsewhere(rank: int, text: str) -> UsageError:
+    """Return the error of the other ranks when `rank` failed with the error `text`."""
+    return UsageError(f"generation ended, since rank {rank} failed: {text}")
+
+
+def _check(generator: Generator, requests: Sequence[Request]) -> None:
+    """Raise RequestError for a request that cannot be answered; computes nothing."""
+    try:
+        for request in requests:
+            generator.submit(request)
+    finally:
+        generator.cancel_all()
+
+
+def rollout_task(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, n: int = 1, logprobs: bool = True
+) -> GenerationTask[list[Rollout]]:
+    """Return the task of `generate_rollouts`, with its arguments.
+
+    Raises:
+        RequestError: `n` is below 1.
+    """
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n, the number of answers to a prompt, has to be at least 1, not {n!r}")
+    sampling = replace(sampling or SamplingParams(), logprobs=0 if logprobs else None, logprobs_mode="processed")
+    copies = Counter(map(tuple, prompts))
+    groups = {prompt: object() for prompt, count in copies.items() if n * count > 1}
+    requests = []
+    for number, prompt in enumerate(prompts):
+        for sample in range(n):
+            options = replace(sampling, index=sampling.index + number * n + sample)
+            requests.append(Request(object(), list(prompt), options, group=groups.get(tuple(prompt))))
+
+    def finish(outputs: Sequence[Sequence[Output]], version: int) -> list[Rollout]:
+        return [
+            Rollout(
+                list(request.tokens),
+                [token for part in parts for token in part.tokens],
+                [entry.logprob for part in parts for entry in part.logprobs or ()],
+                str(parts[-1].finish_reason),
+                version,
+            )
+            for request, parts in zip(requests, outputs, strict=True)
+        ]
+
+    return GenerationTask(requests, finish)
+
+
+def score_task(
+    sequences: Sequence[Sequence[int]], sampling: SamplingParams | None = None
+) -> GenerationTask[list[torch.Tensor]]:
+    """Return the task of `score_sequences`, with its arguments."""
+    own = sampling or SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    options = SamplingParams(
+        max_new_tokens=0, prompt_logprobs=0, logprobs_mode="processed", **{name: getattr(own, name) for name in names}
+    )
+    requests = [Request(object(), list(tokens), options) for tokens in sequences if len(tokens) > 1]
+
+    def finish(outputs: Sequence[Sequence[Output]], _version: int) -> list[torch.Tensor]:
+        scored, scores = iter(outputs), []
+        for tokens in sequences:
+            entries: Any = []  # one token follows nothing
+            if len(tokens) > 1:
+                entries = next(part.prompt_logprobs for part in next(scored) if part.prompt_logprobs is not None)
+            scores.append(torch.tensor([entry.logprob for entry in entries[1:]], dtype=torch.float32))
+        return scores
+
+    return GenerationTask(requests, finish)
+
+
 def generate_rollouts(
     generator: Generator,
     prompts: Sequence[Sequence[int]],
@@ -65,28 +181,7 @@ def generate_rollouts(
     Raises:
         RequestError: a prompt or an option is not possible, or logits are not finite; no request stays behind.
     """
-    if type(n) is not int or n < 1:
-        raise RequestError(f"n, the number of answers to a prompt, has to be at least 1, not {n!r}")
-    sampling = replace(sampling or SamplingParams(), logprobs=0 if logprobs else None, logprobs_mode="processed")
-    copies = Counter(map(tuple, prompts))
-    groups = {prompt: object() for prompt, count in copies.items() if n * count > 1}
-    requests = []
-    for number, prompt in enumerate(prompts):
-        for sample in range(n):
-            options = replace(sampling, index=sampling.index + number * n + sample)
-            requests.append(Request(object(), list(prompt), options, group=groups.get(tuple(prompt))))
-    version = generator.weights_version
-    outputs = generator.run(requests)
-    return [
-        Rollout(
-            list(request.tokens),
-            [token for part in parts for token in part.tokens],
-            [entry.logprob for part in parts for entry in part.logprobs or ()],
-            str(parts[-1].finish_reason),
-            version,
-        )
-        for request, parts in zip(requests, outputs, strict=True)
-    ]
+    return rollout_task(prompts, sampling, n, logprobs).run(generator)
 
 
 def score_sequences(
@@ -101,16 +196,4 @@ def score_sequences(
         sequences: tokens of each sequence.
         sampling: its temperature and truncation count; None: the model's own probabilities.
     """
-    own = sampling or SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p")
-    options = SamplingParams(
-        max_new_tokens=0, prompt_logprobs=0, logprobs_mode="processed", **{name: getattr(own, name) for name in names}
-    )
-    requests = [Request(object(), list(tokens), options) for tokens in sequences if len(tokens) > 1]
-    outputs, scores = iter(generator.run(requests)), []
-    for tokens in sequences:
-        entries: Any = []  # one token follows nothing
-        if len(tokens) > 1:
-            entries = next(part.prompt_logprobs for part in next(outputs) if part.prompt_logprobs is not None)
-        scores.append(torch.tensor([entry.logprob for entry in entries[1:]], dtype=torch.float32))
-    return scores
+    return score_task(sequences, sampling).run(generator)

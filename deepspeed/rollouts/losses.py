@@ -8,6 +8,7 @@ token. A loss is the mean over this rank's answers or tokens; the engine takes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -243,9 +244,12 @@ def truncated_weights(train_logprobs: Tensor, rollout_logprobs: Tensor, largest:
 class Mismatch:
     """Difference of the trainer's log-probabilities from the generator's, over the tokens of a mask.
 
+    `d` is log p_train - log p_rollout of a token that the generator has drawn. k1 and k3 estimate KL(rollout | train),
+    k1 with the sign turned (J. Schulman, "Approximating KL divergence": his k1 is -d, his k3 is as here).
+
     Args:
-        k1: mean of log p_train - log p_rollout.
-        k3: mean of p_train / p_rollout - 1 - log(p_train / p_rollout).
+        k1: mean of d: above 0 if the trainer finds the tokens more probable.
+        k3: mean of exp(d) - 1 - d, never below 0.
         largest: largest absolute difference of two log-probabilities.
         outside: share of the tokens whose ratio is not within 1 % of 1.
         tokens: number of tokens; all the others are 0 if there is none.
@@ -277,6 +281,17 @@ def mismatch(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     outside = (difference.expm1().abs() > 0.01).double().mean()
     k3 = kl_k3(rollout, train).mean()
     return Mismatch(difference.mean().item(), k3.item(), difference.abs().max().item(), outside.item(), len(train))
+
+
+def merged_mismatch(parts: Sequence[Mismatch]) -> Mismatch:
+    """Return the difference over the tokens of all parts, such as ranks or micro-batches."""
+    tokens = sum(part.tokens for part in parts)
+    if not tokens:
+        return Mismatch(0.0, 0.0, 0.0, 0.0, 0)
+    k1, k3, outside = (
+        sum(getattr(part, name) * part.tokens for part in parts) / tokens for name in ("k1", "k3", "outside")
+    )
+    return Mismatch(k1, k3, max(part.largest for part in parts), outside, tokens)
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

@@ -45,6 +45,22 @@ def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) ->
     return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)
 
 
+def slice_of(whole: torch.Tensor, cuts: tuple[Cut, ...]) -> torch.Tensor:
+    """Return a rank's slice of a whole tensor: a view where each dimension is cut in one piece, else a copy.
+
+    Padding (a segment that starts at -1) is zero.
+    """
+    for cut in cuts:
+        pieces = [
+            whole.narrow(cut.dim, start, length)
+            if start >= 0
+            else whole.new_zeros(*whole.shape[: cut.dim], length, *whole.shape[cut.dim + 1 :])
+            for start, length in cut.segments
+        ]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+    return whole
+
+
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]], ep: int = 1) -> None:
     """Reduce a parameter or buffer to (start, length) segments of one dim, in place, and record its placement.
 

@@ -150,7 +150,7 @@ def cut_model(
         axis: the ranks over which the matrices are split.
         example: arguments of its forward, see `example_inputs`; None: generated for a model of Transformers.
         check: "units" compares each unit with its dense form, forward and backward; "model" also compares the model's
-            output; "off" compares nothing.
+            output; "off" compares nothing; "shapes" neither compares nor broadcasts values, which the caller sets.
         specs: rules for single matrices; None: no rules.
         vocabulary: also split the embedding and the output projection of a causal LM.
         settle: called with the module of each unit after its split, while its parameters are plain tensors.
@@ -164,7 +164,8 @@ def cut_model(
         NotAvailableError: `vocabulary` is set, and the model's loss cannot be computed from split logits.
     """
     same_file(axis, plan_file)
-    _same_model(model, axis)
+    _same_model(model, axis, values=check != "shapes")
+    check = "off" if check == "shapes" else check
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
     own_plan = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
     plan = _in_step(in_step, lambda: _agreed(own_plan, axis, specs))
@@ -205,8 +206,8 @@ def _guard_saving(model: nn.Module) -> None:
     guard(model, "save_pretrained", look)
 
 
-def _same_model(model: nn.Module, axis: Axis) -> None:
-    """Broadcast the values of the first rank; raise MeshError if the ranks' parameters differ in more than values."""
+def _same_model(model: nn.Module, axis: Axis, values: bool = True) -> None:
+    """Raise MeshError if the ranks' parameters differ in more than values; broadcast the first rank's `values`."""
     params = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
     if (difference := first_difference(axis, params)) is not None:
         other, first, second = difference
@@ -214,6 +215,8 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
             f"ranks {axis.ranks[0]} and {axis.ranks[other]} (tp) should have the same model, and have {first} and "
             f"{second}"
         )
+    if not values:
+        return
     label = "broadcast of a model that is to be split"
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"]
     broadcast_tensors(axis, [t.data for t in tensors if not is_managed(t)], label)

@@ -112,8 +112,8 @@ PROGRAMS = [
             f"{PPO} --actor_zero_stage 2 --critic_zero_stage 2 "
             "--num_padding_at_beginning 1 --gradient_accumulation_steps 2 --deepspeed --actor_dropout 0.0 --dtype bf16 "
             "--enable_hybrid_engine --per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
-            "--max_answer_seq_len 16 --max_prompt_seq_len 32 --output_dir out", "refused", "hybrid_engine.enabled",
-            "the hybrid engine is a later feature (`rollouts`)", steps=4, package=DSCHAT, older=True),
+            "--max_answer_seq_len 16 --max_prompt_seq_len 32 --output_dir out", steps=4,
+            package=DSCHAT, older=True),
     Program("pipeline parallelism", "training/pipeline_parallelism",
             "train.py --deepspeed_config=ds_config.json -p 2 --steps=2", json="ds_config.json"),
     Program("pipeline parallelism, no stages", "training/pipeline_parallelism",

@@ -150,12 +150,18 @@ class HybridEngine(Section):
     switch = "enabled"
     enabled: bool = key(False, "generate() of the engine and its module runs over the weights in training")
     max_out_tokens: Int = key(512, "largest number of tokens of prompt and answer, if given; else the model's", ge=1)
-    inference_tp_size: Int = later(1, "ranks that share a layer in generation", ge=1)
+    inference_tp_size: Int = key(
+        1,
+        "neighbouring ranks that cut the matrices for generation and answer the prompts of all of them together",
+        ge=1,
+    )
     release_inference_cache: bool = key(False, "give the memory of the KV cache back after each generation")
     pin_parameters: bool = key(
         True, "stage 3: gather the whole model once for a generation, instead of layer by layer in every pass"
     )
-    tp_gather_partition_size: Int = moot(8, "layers gathered at a time", "generation is not cut over ranks", ge=1)
+    tp_gather_partition_size: Int = key(
+        8, "stage 3 with inference_tp_size above 1: layers gathered at a time, of which slices are kept", ge=1
+    )
     enable_cuda_graph: bool = key(False, "on a GPU, capture passes of next tokens as CUDA graphs where kernels suffice")
 
 

@@ -196,6 +196,24 @@ def _probe(
     return None
 
 
+@torch.no_grad()
+def difference_of_logits(model: nn.Module, other: nn.Module) -> str | None:
+    """Describe how the logits of `other` differ from those of `model`, of which it is another form; None: they agree.
+
+    Both run three sequences of ten tokens. Ranks that share one of the models call this together.
+    """
+    sequences = _sequences(model)
+    with exclusive_pass(model), ModuleState(model).turn():
+        wanted = [_alone(model, tokens) for tokens in sequences]
+        noise = _noise(model, sequences, wanted)
+        with exclusive_pass(other), ModuleState(other).turn():
+            logits = [_alone(other, tokens) for tokens in sequences]
+    largest = max(map(largest_value, wanted))
+    error = max(largest_value(a.float() - b.float()) for a, b in zip(logits, wanted, strict=True))
+    limit = tolerance(wanted[0].dtype, FACTORS.get(wanted[0].dtype, 1.0)) * largest
+    return None if error <= max(limit, noise) else f"off by {error:.2g} where the largest is {largest:.2g}"
+
+
 def _say(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
@@ -325,6 +343,17 @@ def settle_attention(executor: Any, page: int, invariant: bool = False) -> Any:
             warn_once(f"{name}: attention gathers pages, since on the pages it fails: {reason}")
             return executor
         return _without_modules(executor, ways, probe, invariant)
+
+
+def resize_cache(executor: Any, pages: int, page_size: int) -> int:
+    """Give an executor a cache, and return its pages: on ranks that share the model, the fewest that one of them wants.
+
+    With other numbers of pages, ranks would plan other passes and wait for each other.
+    """
+    axis = axis_of_slices(executor.model)
+    pages = pages if axis is None else min(all_gather_objects(axis, pages))
+    executor.store = executor.store.resized(pages, page_size)
+    return pages
 
 
 def _tried(executor: Any, probe: Callable[[Any], str | None], page: int) -> str | None:

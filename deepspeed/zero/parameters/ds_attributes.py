@@ -195,5 +195,9 @@ class ClientSurface:
 
     @property
     def ds_active_sub_modules(self) -> set[Any]:
-        """Return a set that this package does not use, for programs that clear it."""
+        """Return a set that this package does not use, for programs that clear it or put another in its place."""
         return self._ds_member.active_modules
+
+    @ds_active_sub_modules.setter
+    def ds_active_sub_modules(self, modules: set[Any]) -> None:
+        self._ds_member.active_modules = modules

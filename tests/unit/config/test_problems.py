@@ -169,10 +169,6 @@ def test_what_is_not_available_is_refused_by_name(config, path):
             {"expert_parallel": {"size": 2, "use_grouped_mm": False}},
             "is not available yet: comes with mixture of experts",
         ),
-        (
-            {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
-            "comes with generation over several ranks and on GPUs",
-        ),
         ({"sparse_attention": {"mode": "fixed"}}, "is not available yet: comes with science and sparse blocks"),
         ({"datastates_ckpt": {"a": 1}}, "is refused for good: asynchronous, atomic saves are built in"),
         ({"optimizer": {"type": "Adam", "params": {"freeze_step": 4}}}, "is refused for good: DeepSpeed 0.19 has"),
