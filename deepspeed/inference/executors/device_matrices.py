@@ -115,6 +115,11 @@ class SlicedRows:
         return [out if self.bias is None else out + self.bias]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its outputs."""
+        return self.matrix.sizes
+
+    @property
     def variants(self) -> list[KernelForm]:
         """The kernels that it needs."""
         return self.matrix.variants
@@ -148,7 +153,7 @@ class PackedMatrix:
     def __call__(self, kernels: Kernels, x: torch.Tensor, block: int) -> list[torch.Tensor]:
         """As `DenseMatrix`. With a `block`, rows of any number are computed in the same tiles."""
         if self.scaled and not block and len(x) > products.FEW_ROWS and rounds_inputs():
-            out = products.scaled_product(kernels, x, *self.parts, self.bias)
+            out = products.scaled_product(kernels, x, self.parts[0], self.parts[1], self.bias)
         else:
             out = products.packed_product(kernels, x, self.form, self.parts, self.bias, bool(block))
         return [out] if len(self.sizes) == 1 else list(out.split(self.sizes, 1))

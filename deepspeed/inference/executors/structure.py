@@ -97,7 +97,8 @@ class MatrixPart:
 
     Args:
         name: name of the layer in the module that has it.
-        module: the layer: `nn.Linear`, `PackedLinear`, `Float8Linear`, a sliced layer, or the layer inside of a LoRA layer.
+        module: the layer: `nn.Linear`, `PackedLinear`, `Float8Linear`, a sliced layer, or the layer inside of a LoRA
+            layer.
         adapted: whether low-rank changes belong to it.
         first: first row.
         count: number of rows; None: all.

@@ -143,4 +143,3 @@ def scaled_product(
     matrix = values.view(torch.float8_e4m3fn).t()
     out = torch._scaled_mm(rounded, matrix, scale_a=scale, scale_b=scales.view(1, -1), out_dtype=torch.bfloat16)
     return out if bias is None else out.add_(bias)
-

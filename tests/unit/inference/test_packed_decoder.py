@@ -34,7 +34,7 @@ from tests.unit.inference.device_passes import (
     small,
 )
 from tests.unit.inference.reference_kernels import ReferenceKernels, only_way
-from tests.unit.inference.toys import alone, llama, masked, mixture, prompts
+from tests.unit.inference.toys import alone, masked, mixture, prompts
 
 CPU = torch.device("cpu")
 

@@ -59,7 +59,9 @@ def widened(model: Any) -> Any:
     for owner in list(plain.modules()):
         for name, child in owner.named_children():
             if isinstance(child, Float8Linear):
-                layer = torch.nn.Linear(child.in_features, child.out_features, child.bias is not None, dtype=child.dtype)
+                layer = torch.nn.Linear(
+                    child.in_features, child.out_features, child.bias is not None, dtype=child.dtype
+                )
                 layer.weight.data.copy_(child.weight)
                 if child.bias is not None:
                     layer.bias.data.copy_(child.bias)
@@ -133,13 +135,15 @@ def test_matrices_that_read_the_same_rows_are_one_in_memory(kernels: Any, form: 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = Generator(model, cache_bytes=1 << 18)
     attention = model.model.layers[0].self_attn
-    parts = [next((layer.packed if form != "fp8" else layer).parameters()) for layer in (attention.q_proj, attention.v_proj)]
+    parts = [
+        next((layer.packed if form != "fp8" else layer).parameters()) for layer in (attention.q_proj, attention.v_proj)
+    ]
     assert parts[0].untyped_storage().data_ptr() == parts[1].untyped_storage().data_ptr()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     text, executor = prompts((9,)), generator._executor
     first, version = generator.generate(text, GREEDY), executor.version
     assert generator.generate(text, GREEDY) == first and executor.version == version
-    for part in (attention.q_proj.parameters() if form == "fp8" else attention.q_proj.packed.parameters()):
+    for part in attention.q_proj.parameters() if form == "fp8" else attention.q_proj.packed.parameters():
         part.data = part.data.clone()  # moved away: read again, and joined no more
     assert generator.generate(text, GREEDY) == first and executor.version > version
     assert len(executor.structure.layers[0].qkv.parts) == 3
