@@ -17,6 +17,7 @@ EXCEPTIONS = {
     "ops/triton/block_kernels.py:decode_blocks parameters": _KERNEL,
     "ops/triton/block_kernels.py:encode_blocks parameters": _KERNEL,
     "ops/triton/block_kernels.py:sum_blocks parameters": _KERNEL,
+    "ops/triton/gemv_kernels.py:add_block parameters": _KERNEL,
     "ops/triton/gemv_kernels.py:gemv parameters": _KERNEL,
     "ops/triton/gemv_kernels.py:store_row parameters": _KERNEL,
     "ops/triton/packed_products.py:add_groups parameters": _KERNEL,

@@ -140,6 +140,32 @@ def scaled_groups(total, products, sums, scale, offset, GROUPS: tl.constexpr, BL
 
 
 @jit
+def load_scales(scales, offsets, output, there, start, groups, GROUPS: tl.constexpr):
+    """Return scales and offsets of outputs, each [outputs, GROUPS], from group `start` on."""
+    group = start + tl.arange(0, GROUPS)
+    entry = output.to(tl.int64)[:, None] * groups + group[None, :]
+    known = there & (group < groups)[None, :]
+    return tl.load(scales + entry, mask=known, other=0.0), tl.load(offsets + entry, mask=known, other=0.0)
+
+
+@jit
+def add_block(
+    total, sums, weight, x, y, scale, offset,
+    FORM: tl.constexpr, dtype: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Return total [outputs, words, or groups in 4 bits] + a block of the matrix times its inputs, and sums of inputs.
+
+    In 4 bits the sums are in the total, with the offsets; `scale` and `offset` are not read in other forms.
+    """
+    if FORM == INT4:
+        products = add_words(tl.zeros([BLOCK_OUT, BLOCK_WORDS], tl.float32), weight, x, y, FORM, dtype)
+        added = add_inputs(tl.zeros([BLOCK_WORDS], tl.float32), x, y, FORM, dtype)
+        return scaled_groups(total, products, added, scale, offset, BLOCK_WORDS // 4, BLOCK_OUT), sums
+    else:
+        return add_words(total, weight, x, y, FORM, dtype), add_inputs(sums, x, y, FORM, dtype)
+
+
+@jit
 def store_row(out, out_row, row, rows, output, outputs, total, bias, has_bias):
     """Add the bias to the outputs of a row and store them."""
     there = (output < outputs) & (row < rows)
@@ -179,37 +205,24 @@ def gemv(
         x = load_inputs(inputs, row, rows, input_row, place, inside, 0, FORM)
         y = load_inputs(inputs, row, rows, input_row, place, inside, 1, FORM) if FORM == INT4 else x
         following = tl.load(starts + start + BLOCK_WORDS, mask=there & (after < words)[None, :], other=0)
+        scale, offset = x, x
         if FORM == INT4:
-            group = start // 4 + tl.arange(0, GROUPS)
-            entry = output.to(tl.int64)[:, None] * (words // 4) + group[None, :]
-            known = there & (group < words // 4)[None, :]
-            scale = tl.load(scales + entry, mask=known, other=0.0)
-            offset = tl.load(offsets + entry, mask=known, other=0.0)
-            products = add_words(tl.zeros([BLOCK_OUT, BLOCK_WORDS], tl.float32), weight, x, y, FORM, dtype)
-            sums = add_inputs(tl.zeros([BLOCK_WORDS], tl.float32), x, y, FORM, dtype)
-            first = scaled_groups(first, products, sums, scale, offset, GROUPS, BLOCK_OUT)
-        else:
-            first = add_words(first, weight, x, y, FORM, dtype)
-            sums = add_inputs(sums, x, y, FORM, dtype)
+            scale, offset = load_scales(scales, offsets, output, there, start // 4, words // 4, GROUPS)
+        first, sums = add_block(first, sums, weight, x, y, scale, offset, FORM, dtype, BLOCK_OUT, BLOCK_WORDS)
         if ROWS > 1:
             x = load_inputs(inputs, row + 1, rows, input_row, place, inside, 0, FORM)
             y = load_inputs(inputs, row + 1, rows, input_row, place, inside, 1, FORM) if FORM == INT4 else x
-            if FORM == INT4:
-                products = add_words(tl.zeros([BLOCK_OUT, BLOCK_WORDS], tl.float32), weight, x, y, FORM, dtype)
-                sums = add_inputs(tl.zeros([BLOCK_WORDS], tl.float32), x, y, FORM, dtype)
-                second = scaled_groups(second, products, sums, scale, offset, GROUPS, BLOCK_OUT)
-            else:
-                second = add_words(second, weight, x, y, FORM, dtype)
-                other_sums = add_inputs(other_sums, x, y, FORM, dtype)
+            second, other_sums = add_block(second, other_sums, weight, x, y, scale, offset, FORM, dtype,
+                                           BLOCK_OUT, BLOCK_WORDS)  # fmt: skip
         weight = following
     total, other = tl.sum(first, 1), tl.sum(second, 1)
     if FORM == INT8:
         total = total * INTEGERS_LEFT - 128.0 * tl.sum(sums, 0)
         other = other * INTEGERS_LEFT - 128.0 * tl.sum(other_sums, 0)
     if FORM == INT8 or FORM == FLOAT8:
-        scale = tl.load(scales + output * scale_step, mask=output < outputs, other=0.0)
-        scale = scale * FLOAT8_LEFT if FORM == FLOAT8 else scale
-        total, other = total * scale, other * scale
+        factor = tl.load(scales + output * scale_step, mask=output < outputs, other=0.0)
+        factor = factor * FLOAT8_LEFT if FORM == FLOAT8 else factor
+        total, other = total * factor, other * factor
     store_row(out, out_row, row, rows, output, outputs, total, bias, has_bias)
     if ROWS > 1:
         store_row(out, out_row, row + 1, rows, output, outputs, other, bias, has_bias)

@@ -103,12 +103,12 @@ def _few_rows(
     if inputs.stride(1) != 1 or inputs.stride(0) % 16:
         inputs = inputs.contiguous()
     outputs, out = len(parts[0]), inputs.new_empty(len(inputs), len(parts[0]))
-    given = (*parts, parts[0], parts[0])[:3]  # what a form lacks is not read
+    tensors = (inputs, *(*parts, parts[0], parts[0])[:3])  # what a form lacks is not read
     step = int(len(parts) > 1 and parts[1].numel() > 1)
     numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, inputs.shape[1], step, int(bias is not None))
     sizes = variant.constants
     grid = (-(-len(inputs) // sizes["ROWS"]), -(-outputs // sizes["BLOCK_OUT"]), 1)
-    kernels.launch(variant, grid, (inputs, *given, inputs if bias is None else bias, out, *numbers))
+    kernels.launch(variant, grid, (*tensors, inputs if bias is None else bias, out, *numbers))
     return out
 
 

@@ -232,8 +232,8 @@ def gemv_variant(dtype: torch.dtype, form: str, rows: int = 1) -> KernelVariant 
 
 def gemv_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
     """Variants of `gemv` for all numbers of rows; none in fp32."""
-    made = [gemv_variant(dtype, form, rows) for rows in range(1, GEMV_ROWS + 1)]
-    return [variant for variant in made if variant is not None]
+    variants = [gemv_variant(dtype, form, rows) for rows in range(1, GEMV_ROWS + 1)]
+    return [variant for variant in variants if variant is not None]
 
 
 def product_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
