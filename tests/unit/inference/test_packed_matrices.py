@@ -36,8 +36,8 @@ def kernels() -> Iterator[Any]:
         yield launched
 
 
-def model_in(form: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = llama(hidden_size=64, intermediate_size=64).to(dtype)
+def model_in(form: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    model = llama(hidden_size=64, intermediate_size=64, **sizes).to(dtype)
     PACK[form](model)
     return model
 
@@ -95,6 +95,23 @@ def test_fp8_on_cards_that_have_its_products(kernels: Any, tokens: int, options:
     products.pop("gemv", None) if "gemv" not in ran else None  # of the head, in bf16
     assert {name: products[name] for name in ran} == ran or products["gemv"] == 9, products
     assert (logits.float() - (modules if "round" in ran else exact)).abs().max() <= 0.5 * noise
+
+
+def test_tokens_of_fp8_are_the_modules_but_for_its_noise(kernels: Any) -> None:
+    """Where the modules prefer another token, they do so by less than what rounded inputs change."""
+    model, (text,) = model_in("fp8", torch.bfloat16), prompts((9,))
+    with mock.patch.object(float8, "has_scaled_product", lambda device: True):
+        generator = Generator(model, cache_bytes=1 << 18)
+        assert type(generator._executor) is PackedDecoder
+        (tokens,) = generator.generate([text], GREEDY)
+        whole = torch.tensor([text + tokens[:-1]])
+        rounded = model(whole).logits[0, len(text) - 1 :].detach().float()
+        with float8.inputs_as_they_are():
+            exact = model(whole).logits[0, len(text) - 1 :].detach().float()
+    noise = (rounded - exact).abs().amax(-1)
+    for logits in (rounded, exact):
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert bool((logits.amax(-1) - chosen <= 2 * noise).all())
 
 
 def test_a_scaled_product_has_the_bits_of_the_module() -> None:
