@@ -24,7 +24,7 @@ from tests.unit.inference.device_passes import (  # noqa: E402
     small,
 )
 from tests.unit.inference.reference_kernels import only_way  # noqa: E402
-from tests.unit.inference.test_packed_matrices import PACK, logits_of, model_in, widened  # noqa: E402
+from tests.unit.inference.test_packed_matrices import logits_of, model_in, widened  # noqa: E402
 from tests.unit.inference.toys import prompts  # noqa: E402
 
 
