@@ -15,7 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.simulated_models import SHAPES, Shape
-from deepspeed.ops.triton import attention, rows, sampling
+from deepspeed.inference.executors.device_matrices import LARGEST_GEMV
+from deepspeed.ops.triton import attention, products, rows, sampling
+from deepspeed.ops.triton.row_variants import GEMV_ROWS
 from deepspeed.simulator.kernel_recorder import PassRecorder, RecordedKernels
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.replay import captured, replay
@@ -33,15 +35,15 @@ class Form:
         group: elements of a row that share a scale; 0: a whole row.
         scale: bytes of the numbers of a group.
         dtype: dtype of the products' arithmetic.
-        kernel: whether the package's own kernel reads it; False: a product of torch, or of somebody else.
-        inputs: whether inputs are rounded and scaled by a launch before each product.
+        kernel: name of the form of the package's own kernels that read it; "": a product of torch, or of somebody else.
+        inputs: whether inputs are rounded and scaled by a launch before each product (with a kernel: of many rows).
     """
 
     bits: int
     group: int = 0
     scale: float = 0.0
     dtype: str = "bf16"
-    kernel: bool = False
+    kernel: str = ""
     inputs: bool = False
 
     def nbytes(self, outputs: int, width: int) -> float:
@@ -51,10 +53,12 @@ class Form:
 
 
 FORMS = {
-    "bf16": Form(16),
-    "int8": Form(8, 0, 4, kernel=True),
-    "int4": Form(4, 32, 8, kernel=True),
-    "fp8": Form(8, 0, 4, "fp8", inputs=True),
+    "bf16": Form(16, kernel="dense"),
+    "int8": Form(8, 0, 4, kernel="int8"),
+    "int4": Form(4, 32, 8, kernel="int4"),
+    "fp8": Form(8, 0, 4, "fp8", kernel="fp8", inputs=True),
+    "bf16-theirs": Form(16),
+    "fp8-theirs": Form(8, 0, 4, "fp8", inputs=True),
     # Of others: read as fast as memory is, with two 16-bit numbers a group.
     "int8-theirs": Form(8, 0, 2),
     "int4-32": Form(4, 32, 4),
@@ -150,19 +154,26 @@ class _Recorded:
     def product(self, x: torch.Tensor, outputs: int, name: str, plain: bool = False) -> torch.Tensor:
         """One product; `plain`: with a matrix in bf16."""
         width, form = x.shape[1], FORMS["bf16"] if plain else self.form
-        if form.kernel:
-            parts = (self.empty(outputs, width, dtype=torch.int8), self.empty(outputs, dtype=torch.float32), None)
+        if plain and self.form.kernel == "":
+            form = FORMS["bf16-theirs"]
+        if form.bits == 16:
+            weight = self.empty(outputs, width)
+            if form.kernel and len(x) <= GEMV_ROWS and weight.nbytes <= LARGEST_GEMV:
+                return products.dense_product(self.kernels, x, weight)
+            return F.linear(x, weight)
+        many = form.inputs and len(x) > products.FEW_ROWS
+        if form.kernel and not many:
+            values = self.empty(outputs, width, dtype=torch.int8), self.empty(outputs, dtype=torch.float32)
             if form.bits == 4:
                 scale = self.empty(outputs, width // 32, dtype=torch.float32)
-                parts = (self.empty(outputs, width // 2, dtype=torch.uint8), scale, scale)
-            return rows.packed_product(self.kernels, x, *parts)
-        if form.bits == 16:
-            return F.linear(x, self.empty(outputs, width))
-        item = 2
-        if form.inputs:  # the rows' scales, and their values in 8 bits
+                values = self.empty(outputs, width // 2, dtype=torch.uint8), scale, scale
+            return products.packed_product(self.kernels, x, form.kernel, values)
+        item = 1 if form.inputs else 2
+        if form.kernel:
+            products.rounded_rows(self.kernels, x)
+        elif form.inputs:  # the rows' scales, and their values in 8 bits
             work = KernelWork(len(x), 4, 2.0 * width)
             self.recorder.add(HostEvent(KERNEL, "scale_rows", 0, 0.0, len(x) * (3.0 * width + 4), "bf16", work=work))
-            item = 1
         nbytes = form.nbytes(outputs, width) + len(x) * (width * item + 2.0 * outputs)
         flops = 2.0 * len(x) * outputs * width
         self.recorder.add(HostEvent(KERNEL, name, 0, flops, nbytes, form.dtype, work=KernelWork()))

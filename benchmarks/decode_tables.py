@@ -25,7 +25,7 @@ CARDS = ("H100-80GB", "A100-80GB")
 BATCHES, CONTEXTS = (1, 32, 256), (1024, 8192)
 BARS = {"bf16": 1.15, "int8": 1.2, "int4": 1.2, "fp8": 1.2}
 # Of the published rows: forms that somebody else's kernels read.
-THEIRS = {"int8": "int8-theirs"}
+THEIRS = {"bf16": "bf16-theirs", "fp8": "fp8-theirs", "int8": "int8-theirs"}
 ERROR = 0.25  # bar: median of the published rows
 # Tokens among which sampling looks for its places, with random normal logits of deviation 3.
 CANDIDATES = {"greedy": None, "temperature": 0, "top-k 50": 130, "top-p 0.9": 10000}

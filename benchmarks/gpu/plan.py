@@ -81,7 +81,8 @@ SUITES = {
     "paged_attention": 25,
     "row_kernels": 4,
     "sampling_kernels": 6,
-    "packed_products": 4,
+    "packed_products": 6,
+    "gemv_kernels": 4,
     "block_kernels": 4,
 }  # seconds
 STAGES = ("stage0", "stage1", "stage2", "stage3")

@@ -17,6 +17,7 @@ from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import ChosenTokens, RaggedBatch
+from deepspeed.inference.quantization.float8 import float8_linears
 from tests.emulated.runs import Seen, observed
 from tests.unit.inference.toys import llama
 
@@ -174,7 +175,9 @@ class DeviceKernels:
         device.launch_kernel(variant.name, tensors, [True] * len(tensors), run)
 
 
-def decoder_both_ways(kernels: Any, seed: int, drafts: int, requests: int = 6, longest: int = 30) -> Seen:
+def decoder_both_ways(
+    kernels: Any, seed: int, drafts: int, requests: int = 6, longest: int = 30, float8: torch.dtype | None = None
+) -> Seen:
     """Tokens of a schedule of a small Llama by a `PackedDecoder`, with and without graphs; and the load at the end.
 
     Args:
@@ -182,6 +185,7 @@ def decoder_both_ways(kernels: Any, seed: int, drafts: int, requests: int = 6, l
         seed: seed of the schedule.
         drafts: largest number of draft tokens.
         requests, longest: as in `schedule`.
+        float8: dtype of a model whose matrices are in fp8; None: fp32, without fp8.
     """
     ways: Any = [attention_ways.KernelWay(DeviceKernels(kernels))]
     small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
@@ -190,7 +194,11 @@ def decoder_both_ways(kernels: Any, seed: int, drafts: int, requests: int = 6, l
     with observed() as seen, mock.patch.object(attention_ways, "ways_of", lambda _: (ways, "")):
         said, stats = [], []
         for graphs in (False, True):
-            model = llama(num_hidden_layers=1, num_key_value_heads=1, **small, max_position_embeddings=64).to("cuda")
+            model = llama(num_hidden_layers=1, num_key_value_heads=1, **small, max_position_embeddings=64).to(
+                "cuda", float8
+            )
+            if float8 is not None:
+                float8_linears(model)
             made = Generator(model, cuda_graphs=graphs, **sizes)
             assert type(made._executor) is PackedDecoder
             said.append(schedule(made, seed, requests, longest, vocabulary=8, plain=False))

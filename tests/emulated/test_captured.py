@@ -63,7 +63,7 @@ def test_replayed_tokens_are_the_eager_ones(emulated, seed, drafts):
     assert stats.preemptions > 0 or seed > 1
 
 
-def decoder(seed: int, drafts: int, *sizes: int) -> Seen:
+def decoder(seed: int, drafts: int, *sizes: Any) -> Seen:
     """As `decoder_both_ways`, with kernels in plain torch."""
     from tests.emulated.captured_runs import decoder_both_ways
     from tests.unit.inference.reference_kernels import ReferenceKernels
@@ -83,6 +83,16 @@ def test_replayed_tokens_of_the_device_executor_are_the_eager_ones(emulated, see
     from tests.emulated.captured_runs import check_decoder
 
     check_decoder(emulated(1).run(decoder, seed, drafts, timeout=LIMIT)[0], drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "seed", "drafts"), [(torch.float32, 0, 0), (torch.float32, 1, 3), (torch.bfloat16, 2, 0)]
+)
+def test_replayed_tokens_of_weights_in_fp8_are_the_eager_ones(emulated, dtype, seed, drafts):
+    from tests.emulated.captured_runs import check_decoder
+
+    check_decoder(emulated(1).run(decoder, seed, drafts, 6, 30, dtype, timeout=LIMIT)[0], drafts)
 
 
 def what_a_pass_costs() -> Seen:

@@ -50,6 +50,7 @@ def cost(way: str, ranks: int = 1) -> dict[str, Any]:
     import deepspeed
     from deepspeed.inference import Generator, Request, SamplingParams
     from deepspeed.inference.executors import attention_ways, select
+    from deepspeed.inference.quantization.float8 import float8_linears
     from tests.unit.inference.toys import llama, prompts
 
     def probe(executor: Any, *arguments: Any, **named: Any) -> str | None:
@@ -62,7 +63,7 @@ def cost(way: str, ranks: int = 1) -> dict[str, Any]:
     ways: Any = [] if way == "gathered" else [attention_ways.KernelWay(kernels)]
     without = (
         contextlib.nullcontext()
-        if way in ("packed", "captured")
+        if way in ("packed", "captured", "fp8")
         else mock.patch.object(select, "_without_modules", modules)
     )
     with (
@@ -71,6 +72,8 @@ def cost(way: str, ranks: int = 1) -> dict[str, Any]:
         without,
     ):
         model = llama(num_hidden_layers=LAYERS, max_position_embeddings=1024).to("cuda")
+        if way == "fp8":
+            float8_linears(model)
         if ranks > 1:
             deepspeed.init_inference(model, dtype=torch.float32, tensor_parallel={"tp_size": ranks})
         generator = Generator(
@@ -95,13 +98,14 @@ def cost(way: str, ranks: int = 1) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_launches_of_a_pass(emulated: Any) -> None:
-    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ("gathered", "kernels", "packed", "captured")}
+    ways = ("gathered", "kernels", "packed", "captured", "fp8")
+    costs = {way: emulated(1).run(cost, way, timeout=LIMIT)[0] for way in ways}
     for way, seen in costs.items():
         print(f"\n{way}: {seen['counters']}, {seen['kernels']} of them kernels")
         for line in seen["waits"]:
             print("   ", line)
         assert seen["reports"] == []
-    gathered, kernels, packed, captured = costs.values()
+    gathered, kernels, packed, captured, float8 = costs.values()
     assert kernels["kernels"] == 2 * LAYERS  # one context has two splits
     assert [what for what, _ in kernels["waits"]] == ["copy to host"]
     assert len(gathered["waits"]) == 1 + 2  # a mask of each group of sequences
@@ -109,6 +113,8 @@ def test_launches_of_a_pass(emulated: Any) -> None:
     assert packed["counters"]["launch"] <= gathered["counters"]["launch"] / 6
     assert [what for what, _ in packed["waits"]] == ["event"]
     assert packed["kernels"] == 6 * LAYERS + 1 + 2  # the last norm; scores and tokens
+    assert float8["counters"]["launch"] == packed["counters"]["launch"]
+    assert float8["kernels"] == packed["kernels"] + 4 * LAYERS  # products
     for split in emulated(2).run(cost, "captured", 2, timeout=LIMIT):  # sums over ranks; not captured
         assert split["reports"] == [] and [what for what, _ in split["waits"]] == ["event"]
         assert split["counters"]["launch"] == packed["counters"]["launch"] + 2 * LAYERS

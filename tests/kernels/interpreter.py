@@ -1,7 +1,7 @@
 """Kernels run by Triton's interpreter on the CPU, with every address checked against the tensors of its launch.
 
 The interpreter of Triton 3.7 cuts fp32 to bf16 where a device rounds to the nearest, takes an integer for the bits of
-its bf16 value, and multiplies the bits of bf16 matrices as integers. All three are replaced here.
+its bf16 value, and multiplies the bits of bf16 matrices and numbers as integers. All of it is replaced here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 _plain_cast, _plain_dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+_plain_binary = interpreter.InterpreterBuilder.binary_op
 _plain_load = interpreter.InterpreterBuilder.create_masked_load
 _plain_store = interpreter.InterpreterBuilder.create_masked_store
 
@@ -59,6 +60,13 @@ def _dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
     if a.dtype.scalar == tl.bfloat16:
         a, b = (interpreter.TensorHandle(widened(each.data), tl.float32) for each in (a, b))
     return _plain_dot(self, a, b, sums, *options)
+
+
+def _binary(self: Any, a: Any, b: Any, operation: Any) -> Any:
+    if a.dtype.scalar == tl.bfloat16:
+        result = operation(widened(a.data), widened(b.data))
+        return interpreter.TensorHandle(rounded(result.astype(np.float32)), tl.bfloat16)
+    return _plain_binary(self, a, b, operation)
 
 
 class Bounds:
@@ -112,6 +120,7 @@ def _store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> An
 
 for _name, _function in (
     ("cast_impl", _cast), ("create_dot", _dot), ("create_masked_load", _load), ("create_masked_store", _store),
+    ("binary_op", _binary),
 ):  # fmt: skip
     setattr(interpreter.InterpreterBuilder, _name, _function)
 # Aliases that were bound when the class was made.

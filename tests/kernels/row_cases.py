@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from deepspeed.inference.quantization.float8 import scaled_rows
 from deepspeed.ops.triton.attention import Kernels
+from deepspeed.ops.triton.products import rounded_rows
 from deepspeed.ops.triton.rows import ACTIVATIONS, gated, norm, rotate_into_pages
 from tests.kernels.pairs import pairwise
 
@@ -123,6 +125,27 @@ def _gate(case: dict[str, Any]) -> Check:
     return check
 
 
+def _rounding(case: dict[str, Any]) -> Check:
+    """The bits of `scaled_rows`: numbers of all sizes, zeros, subnormal results, ties; a row of zeros, of NaN."""
+
+    def check(kernels: Kernels) -> None:
+        rows = spread(5, case["width"], case["dtype"], 9, case["gap"])
+        steps = torch.arange(case["width"]) % 40
+        rows[0] = (rows[0].float().sign() * 2.0 ** (8.75 - 0.5 * steps)).to(rows.dtype)
+        rows[1] = 0
+        rows[2] = ((steps - 17) / 16).to(rows.dtype)  # ties of three bits
+        rows[3] *= case["size"]
+        values, scales = rounded_rows(kernels, rows)
+        wanted, wanted_scales = scaled_rows(rows)
+        assert torch.equal(scales, wanted_scales) and torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+        rows[4, -1] = torch.nan
+        rows[3, 0] = torch.inf
+        values, scales = rounded_rows(kernels, rows)
+        assert bool(values[4, -1].float().isnan()) and bool(values[3, 0].float().isnan()) and bool(scales[3].isinf())
+
+    return check
+
+
 NORMS = {
     "width": (1, 64, 100, 600, 4096), "dtype": DTYPES, "centred": (False, True), "residual": (False, True),
     "bias": (False, True), "shift": (0.0, 1.0), "eps": (1e-6, 1e-1), "size": (1.0, 50.0), "gap": (0, 8),
@@ -133,6 +156,7 @@ ROTATIONS = {
     "heads": (1, 5, 9), "cached": (1, 2), "rows": (4, 257),
 }  # fmt: skip
 GATES = {"width": (1, 96, 1024, 2500), "dtype": DTYPES, "activation": ACTIVATIONS, "size": (1.0, 20.0), "gap": (0, 8)}
+ROUNDINGS = {"width": (1, 96, 5000), "dtype": DTYPES, "size": (1e-4, 60.0), "gap": (0, 8)}
 
 
 def checks() -> dict[str, Check]:
@@ -140,7 +164,7 @@ def checks() -> dict[str, Check]:
     made: dict[str, Check] = {}
     suites = (
         ("norm", NORMS, _norm), ("head-norm", HEAD_NORMS, _head_norm), ("rotation", ROTATIONS, _rotation),
-        ("gate", GATES, _gate),
+        ("gate", GATES, _gate), ("rounding", ROUNDINGS, _rounding),
     )  # fmt: skip
     for name, options, make in suites:
         for seed in range(2):

@@ -65,6 +65,8 @@ PRODUCT_EQUIVALENT = (
     ("if TILES > 1:", "'TILES > 1' ops -> GtE"),
     ("if TILES > 2:", "'TILES > 2' ops -> GtE"),
 )
+# As above.
+GEMV_EQUIVALENT = (("other=0", "'0.0' value"), ("other=0", "'0' value"))
 # What lies beyond the rows or the vocabulary is not stored, or has no weight. Scores of greedy rows may be stored.
 # Scores that are NaN may be counted downwards.
 # Limits may lie elsewhere, since all kernels have the same ones; more tokens than needed may be gathered, and those
@@ -123,4 +125,5 @@ SUITES = {
     "sampling_kernels": Suite("sampling_kernels", sampling_cases.checks, SAMPLING_EQUIVALENT),
     "block_kernels": Suite("block_kernels", block_cases.checks, BLOCK_EQUIVALENT),
     "packed_products": Suite("packed_products", product_cases.checks, PRODUCT_EQUIVALENT),
+    "gemv_kernels": Suite("gemv_kernels", product_cases.few_checks, GEMV_EQUIVALENT),
 }

@@ -13,12 +13,11 @@ from tests.kernels.needs import need_triton
 
 need_triton()
 
-from deepspeed.inference.quantization.packed_weight import PackedWeight  # noqa: E402
 from deepspeed.inference.sampling_params import SamplingParams  # noqa: E402
-from deepspeed.ops.triton import attention, rows, sampling  # noqa: E402
+from deepspeed.ops.triton import attention, products, rows, sampling  # noqa: E402
 from deepspeed.ops.triton.costs import launch_cost  # noqa: E402
 from tests.kernels.interpreter import InterpretedKernels, interpreted  # noqa: E402
-from tests.kernels.product_cases import FORMATS  # noqa: E402
+from tests.kernels.product_cases import matrix  # noqa: E402
 
 
 class CountedKernels:
@@ -93,16 +92,25 @@ def test_rows() -> None:
     pools = spread(64, 2, 32), spread(64, 2, 32) + 1
     slots = torch.tensor([17, 5, 40])
     rows.rotate_into_pages(kernels, heads, (spread(3, 16), spread(3, 16) + 1), pools, slots)
-    assert kernels.compared == 4
+    products.rounded_rows(kernels, spread(3, 5000))
+    assert kernels.compared == 5
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_products(bits: int) -> None:
-    kernels = CountedKernels(interpreted("packed_products"))
-    packed = PackedWeight(spread(70, 128), FORMATS[bits], torch.float32)
-    offsets = packed.offset.detach() if bits == 4 else None
-    parts = packed.integers.detach(), packed.scale.detach(), offsets
-    rows.packed_product(kernels, spread(17, 128), *parts, spread(70))
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows_", [17, 2, 1])
+def test_products(form: str, rows_: int) -> None:
+    kernels = CountedKernels(interpreted("packed_products" if rows_ > 4 else "gemv_kernels"))
+    parts, _ = matrix(form, 70, 128)
+    x = spread(rows_, 128, dtype=torch.float32 if rows_ > 4 else torch.bfloat16)
+    products.packed_product(kernels, x, form, parts, spread(70).to(x.dtype))
+    assert kernels.compared == 1
+
+
+@pytest.mark.parametrize("rows_", [1, 2])
+def test_dense_products_of_few_rows(rows_: int) -> None:
+    kernels = CountedKernels(interpreted("gemv_kernels"))
+    x, weight = spread(rows_, 160, dtype=torch.float16), spread(9, 160, dtype=torch.float16)
+    products.dense_product(kernels, x, weight)
     assert kernels.compared == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.kernels.needs import need_triton
 
@@ -23,6 +24,8 @@ from tests.unit.inference.device_passes import (  # noqa: E402
     small,
 )
 from tests.unit.inference.reference_kernels import only_way  # noqa: E402
+from tests.unit.inference.test_packed_matrices import logits_of, model_in, widened  # noqa: E402
+from tests.unit.inference.toys import prompts  # noqa: E402
 
 
 @pytest.mark.slow
@@ -30,6 +33,18 @@ from tests.unit.inference.reference_kernels import only_way  # noqa: E402
 def test_tokens_are_those_of_generate(family: str) -> None:
     with only_way(AllInterpreted()) as kernels:
         check_tokens(kernels, FAMILIES[family]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "tokens"), [("fp8", 2), ("fp8", 7), ("int8", 2), ("int4", 2)])
+def test_logits_of_packed_matrices(form: str, tokens: int) -> None:
+    """In fp16, beside the same matrices in plain layers, in fp32: products of few rows, and in tiles."""
+    model = model_in(form, torch.float16, num_hidden_layers=1)
+    right = widened(model).float()(torch.tensor(prompts((tokens,)))).logits[0].detach()
+    with only_way(AllInterpreted()) as kernels:
+        logits, products = logits_of(kernels, model, tokens)
+    assert set(products) == ({"gemv"} if tokens <= 4 else {"byte"})
+    torch.testing.assert_close(logits.float(), right, rtol=0.02, atol=0.01 * right.abs().max().item())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from deepspeed.inference.executors.structure import (
     NormPart,
     Structure,
 )
+from deepspeed.inference.quantization.float8 import Float8Linear
 from deepspeed.inference.quantization.layers import PackedEmbedding
 from deepspeed.native import KINDS
 
@@ -84,7 +85,10 @@ def _gated(part: GatedPart) -> GatedMlp:
 
 def native_matrix(part: MatrixPart) -> Matrix:
     """Return the native structure of a matrix. PackingError if it is not supported."""
-    matrix = matrix_of(part.weight, part.bias)
+    weight = part.weight
+    if isinstance(weight, Float8Linear):
+        raise PackingError(f"{part.name} is in fp8")
+    matrix = matrix_of(weight, part.bias)
     if isinstance(matrix, str):
         raise PackingError(f"{part.name}: {matrix}")
     return matrix if part.count is None else rows_of(matrix, part.first, part.count)

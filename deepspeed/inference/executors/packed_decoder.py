@@ -113,7 +113,7 @@ class PackedDecoder:
         self.weights.settle()
         if self._lora.switches():
             raise PackingError("it has LoRA layers")
-        structure = Reader(self.model, self.weights, sandwich=True, sliced=True).read(DeviceStructure)
+        structure = Reader(self.model, self.weights, sandwich=True, sliced=True, float8=True).read(DeviceStructure)
         if structure.sharded:
             raise PackingError("an engine shards its weights")
         layers = range(len(structure.blocks))
@@ -133,7 +133,7 @@ class PackedDecoder:
             keys, values = self.store.layers[number]
             heads, cached, size = attention.heads, attention.cached, attention.head
             same = keys.shape == values.shape and keys.dtype == structure.dtype == attention.dtype
-            outputs = [size for part in layer.qkv.parts for size in _outputs(part)]
+            outputs = [size for part in layer.qkv.parts for size in part.sizes]
             if not same or attention.value != size or outputs != [heads * size, cached * size, cached * size]:
                 raise PackingError(f"layer {number} attends with heads of {size} in a way that kernels do not")
             if attention.sinks:
@@ -165,7 +165,7 @@ class PackedDecoder:
     @property
     def vocabulary(self) -> int:
         """Number of logits of a row."""
-        return sum(size for part in self.structure.head.parts for size in _outputs(part))
+        return sum(size for part in self.structure.head.parts for size in part.sizes)
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:
@@ -326,11 +326,6 @@ class PackedDecoder:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.structure.dtype}, block={self.block})"
-
-
-def _outputs(part: Any) -> list[int]:
-    """Return the outputs of the matrices of a product."""
-    return list(part.sizes) if hasattr(part, "sizes") else [part.packed.shape[0]]
 
 
 def _normed(kernels: Kernels, norm: Any, heads: torch.Tensor) -> torch.Tensor:

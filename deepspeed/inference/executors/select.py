@@ -28,6 +28,7 @@ from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.quantization.float8 import inputs_as_they_are
 from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.moe.structure import find_experts
 from deepspeed.native import library
@@ -39,6 +40,7 @@ PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2))
 FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
 INVARIANT_ROWS = 128  # rows of a product where rows are not to depend on their number
+FLOAT8_NOISIEST = 0.5  # where inputs are rounded to e4m3, by another order of sums to another number now and then
 MIXED_NUDGES, MIXED_NOISIEST = 4, 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
 
 
@@ -332,7 +334,7 @@ def settle_attention(executor: Any, page: int, invariant: bool = False) -> Any:
     if not chosen:
         return executor
     sequences = _sequences(model)
-    with exclusive_pass(model), ModuleState(model).turn():
+    with exclusive_pass(model), ModuleState(model).turn(), inputs_as_they_are():
         wanted = [_alone(model, tokens) for tokens in sequences]
         noise = functools.cache(lambda: _noise(model, sequences, wanted))
         executor.ways = {number: (way, layers[number]) for number, way in chosen.items()}
@@ -364,6 +366,14 @@ def _tried(executor: Any, probe: Callable[[Any], str | None], page: int) -> str 
         return _reason(executor.model, lambda: probe(executor))
     finally:
         executor.store = store
+
+
+def _probe_rounded(executor: PackedDecoder) -> str | None:
+    """Compare logits as `_probe` where inputs of matrices in fp8 are rounded, here and in the modules."""
+    sequences = _sequences(executor.model)
+    with inputs_as_they_are(False):
+        wanted = [_alone(executor.model, tokens) for tokens in sequences]
+        return _probe(executor, sequences, wanted, lambda: FLOAT8_NOISIEST * max(map(largest_value, wanted)))
 
 
 def _reason(model: nn.Module, attempt: Callable[[], str | None]) -> str | None:
@@ -411,6 +421,8 @@ def _without_modules(executor: PagedExecutor, ways: list[Any], probe: Callable[[
             reasons.append(reason)
             break
         reason = _tried(decoders[-1], probe, executor.store.size)
+        if reason is None and decoders[-1].structure.rounds:
+            reason = _tried(decoders[-1], _probe_rounded, executor.store.size)
         if reason is None:
             return decoders[-1]
         reasons.append(reason)

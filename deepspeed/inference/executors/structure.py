@@ -20,6 +20,7 @@ from deepspeed.activation_checkpointing.apply import BlockForward
 from deepspeed.errors import PackingError
 from deepspeed.foundation.replaced_forward import TrainingOnlyForward
 from deepspeed.inference.executors.engine_weights import EngineWeights, is_sharded
+from deepspeed.inference.quantization.float8 import Float8Linear
 from deepspeed.inference.quantization.layers import PackedLinear
 from deepspeed.inference.quantization.lossless_bf16 import GROUP, LosslessWeight
 from deepspeed.inference.quantization.packed_weight import PackedWeight
@@ -44,7 +45,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu,
 )  # fmt: skip
 
-Weight = torch.Tensor | PackedWeight | LosslessWeight
+Weight = torch.Tensor | PackedWeight | LosslessWeight | Float8Linear
 Mark = Callable[[nn.Module], None]
 
 
@@ -96,7 +97,8 @@ class MatrixPart:
 
     Args:
         name: name of the layer in the module that has it.
-        module: the layer: `nn.Linear`, `PackedLinear`, a sliced layer, or the layer inside of a LoRA layer.
+        module: the layer: `nn.Linear`, `PackedLinear`, `Float8Linear`, a sliced layer, or the layer inside of a LoRA
+            layer.
         adapted: whether low-rank changes belong to it.
         first: first row.
         count: number of rows; None: all.
@@ -110,7 +112,9 @@ class MatrixPart:
 
     @property
     def weight(self) -> Weight:
-        """The whole matrix, of which this is a part."""
+        """The whole matrix, of which this is a part; of a layer in fp8, the layer."""
+        if isinstance(self.module, Float8Linear):
+            return self.module
         return self.module.packed if isinstance(self.module, PackedLinear) else self.module.weight
 
     @property
@@ -291,10 +295,19 @@ class Reader:
         sandwich: whether layers may have the norms `SANDWICH`.
         sliced: whether matrices of the layers may be slices of tensor parallelism: outputs of this rank, which stay
             split, or inputs of this rank (`MatrixPart.module` is a `RowParallel`), whose products are to be summed.
+        float8: whether layers may be in fp8 (`MatrixPart.module` is a `Float8Linear`).
     """
 
-    def __init__(self, model: nn.Module, weights: EngineWeights, sandwich: bool = False, sliced: bool = False) -> None:
-        self.model, self._weights, self._sandwich, self._sliced = model, weights, sandwich, sliced
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: EngineWeights,
+        sandwich: bool = False,
+        sliced: bool = False,
+        float8: bool = False,
+    ) -> None:
+        self.model, self._weights = model, weights
+        self._sandwich, self._sliced, self._float8 = sandwich, sliced, float8
         self.seen: dict[int, dict[Any, Any]] = {}
 
     def read(self, form: type[Structure]) -> Any:
@@ -457,6 +470,7 @@ class Reader:
             self._see(module._modules)
             module = base_of(module)
         plain = isinstance(module, PackedLinear) or type(module).forward is nn.Linear.forward
+        plain = plain or (self._float8 and type(module).forward is Float8Linear.forward)
         if not plain and not (self._sliced and _is_slice(module, name)):
             raise PackingError(f"{name} is a {type(module).__name__}")
         self._weight(module)

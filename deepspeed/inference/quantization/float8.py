@@ -8,6 +8,9 @@ the same up to the order of sums.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -23,6 +26,27 @@ from deepspeed.zero.parameters.parameter import is_managed
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
 MULTIPLE = 16  # sizes that torch's scaled product takes
+
+
+_as_they_are: ContextVar[bool] = ContextVar("inputs_as_they_are", default=False)
+
+
+@contextmanager
+def inputs_as_they_are(exact: bool = True) -> Iterator[None]:
+    """Context in which products with matrices in fp8 do not round their inputs; `exact` False: they do again.
+
+    Two forms of a model can be compared there: their roundings to e4m3 would differ by chance.
+    """
+    token = _as_they_are.set(exact)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
+
+
+def rounds_inputs() -> bool:
+    """Whether products with matrices in fp8 round their inputs."""
+    return not _as_they_are.get()
 
 
 def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +93,17 @@ class Float8Linear(nn.Module):
         """The matrix [outputs, inputs]; each access widens it again."""
         return (self.values.view(FLOAT8).float() * self.scale).to(self.dtype)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix: [outputs, inputs]."""
+        return torch.Size((self.out_features, self.in_features))
+
+    @property
+    def takes_scaled_product(self) -> bool:
+        """Whether torch's scaled product takes this matrix on its device."""
+        fits = self.out_features % MULTIPLE == 0 == self.in_features % MULTIPLE
+        return fits and has_scaled_product(self.values.device)
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map [..., inputs] to [..., outputs], in the dtype of the inputs.
 
@@ -77,9 +112,10 @@ class Float8Linear(nn.Module):
         """
         self._check(inputs)
         flat = inputs.reshape(math.prod(inputs.shape[:-1]), self.in_features)  # -1 is unknown for a width of 0
-        x, scale = scaled_rows(flat)
+        exact = not rounds_inputs()
+        x, scale = (flat, flat.new_ones(1, 1, dtype=torch.float32)) if exact else scaled_rows(flat)
         values = self.values.view(FLOAT8)
-        if flat.numel() and inputs.dtype == torch.bfloat16 and self._scaled(inputs.device):
+        if flat.numel() and not exact and inputs.dtype == torch.bfloat16 and self.takes_scaled_product:
             out = torch._scaled_mm(x, values.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
         else:
             column, sums = self.scale.t(), F.linear(x.float(), values.float())
@@ -96,10 +132,6 @@ class Float8Linear(nn.Module):
             raise InputError(
                 f"{self} takes inputs of width {self.in_features}, got width {width} of shape {tuple(inputs.shape)}"
             )
-
-    def _scaled(self, device: torch.device) -> bool:
-        """Whether torch's scaled product takes this matrix on a device."""
-        return self.out_features % MULTIPLE == 0 == self.in_features % MULTIPLE and has_scaled_product(device)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

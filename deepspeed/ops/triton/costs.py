@@ -26,14 +26,23 @@ _RECENT = {
     "adjust_scores": {"logits", "scores", "maxima", "firsts"},
     "weigh_parts": {"scores", "maxima", "firsts", "weights", "counts"},
     "choose_tokens": {"scores", "maxima", "firsts", "weights", "counts", "members"},
-    "int8_product": {"inputs", "out"}, "int4_product": {"inputs", "out"},
+    "byte_product": {"inputs", "out"}, "int4_product": {"inputs", "out"}, "gemv": {"inputs", "out"},
+    "round_rows": {"rows", "values", "scales"},
 }  # fmt: skip
-# Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16;
-# of products by tiles of rows.
-_RESIDENT = {"attend_split": 3, "attend_whole": 3, "weigh_parts": 5, "choose_tokens": 1}
-_RESIDENT_PRODUCTS = {"int8_product": {1: 4, 2: 3, 4: 3}, "int4_product": {1: 5, 2: 4, 4: 2}}
-# Instructions of a warp in the loop over one block of inputs, counted in that code.
-_LOOP = {"int8_product": {1: 175, 2: 245, 4: 547}, "int4_product": {1: 291, 2: 404, 4: 619}}
+# Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16.
+_RESIDENT = {"attend_split": 3, "attend_whole": 3, "weigh_parts": 5, "choose_tokens": 1, "round_rows": 6}
+# Likewise of products, and instructions of a warp in the loop over one block of inputs, counted in that code: by form
+# and tiles of rows, or rows of `gemv`.
+_TILES = {
+    "int8": {1: (4, 175), 2: (3, 245), 4: (3, 547)}, "int4": {1: (5, 291), 2: (4, 404), 4: (2, 619)},
+    "fp8": {1: (4, 231), 2: (3, 299), 4: (3, 643)},
+}  # fmt: skip
+_GEMV = {
+    16: {1: (9, 138), 2: (5, 195)}, 8: {1: (3, 487), 2: (3, 464)}, 4: {1: (4, 533), 2: (3, 820)},
+    7: {1: (4, 652), 2: (4, 513)},
+}  # fmt: skip
+_GEMV_ENDS = 400  # instructions of a warp of `gemv` before and after its loop: sums over threads, addresses
+_BITS = {16: 16, 8: 8, 7: 8, 4: 4}  # of an element, by form of `gemv`
 _PLACES = 4  # bytes of the numbers in tables and tiles
 
 
@@ -257,34 +266,73 @@ def _choice(call: _LaunchCall, candidates: int | None = None) -> KernelCost:
     return cost
 
 
-def _product(call: _LaunchCall) -> KernelCost:
-    bits = 8 if call.variant.kernel == "int8_product" else 4
-    rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
-    sizes, item = call.constants, call.size("inputs")
-    matrix = outputs * width * bits // 8
-    scales = outputs * 4 if bits == 8 else outputs * width // 32 * 4
-    read = {"inputs": rows * width * item, "integers": matrix, "scales": scales}
+def _matrix(call: _LaunchCall, bits: int) -> tuple[dict[str, float], float]:
+    """Bytes that a product reads of each argument, and those of the parts of its matrix."""
+    rows, outputs, width, item = call["rows"], call["outputs"], call["inputs_"], call.size("inputs")
+    name = next(name for name in ("integers", "values", "weights") if name in call.values)
+    parts: dict[str, float] = {name: outputs * width * bits // 8}
     if bits == 4:
-        read["offsets"] = scales
+        parts |= {"scales": outputs * width // 32 * 4, "offsets": outputs * width // 32 * 4}
+    elif bits == 8:
+        parts["scales"] = outputs * 4 if call["scale_step"] else 4
+    read = {"inputs": rows * width * item, **parts}
     if call["has_bias"]:
         read["bias"] = outputs * item
-    parts = matrix + scales * (1 if bits == 8 else 2)
-    again = (call.grid[0] - 1) * parts + (call.grid[1] - 1) * rows * width * item
+    return read, sum(parts.values())
+
+
+def _counted(call: _LaunchCall) -> tuple[int, int]:
+    """Programs of a product that a multiprocessor holds, and instructions of its loop."""
+    sizes = call.constants
+    if call.variant.kernel == "gemv":
+        return _GEMV[sizes["FORM"]][sizes["ROWS"]]
+    form = "int4" if call.variant.kernel == "int4_product" else "fp8" if sizes["FLOAT8"] else "int8"
+    return _TILES[form][sizes["TILES"]]
+
+
+def _product(call: _LaunchCall) -> KernelCost:
+    rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
+    sizes, item = call.constants, call.size("inputs")
+    read, parts = _matrix(call, 4 if call.variant.kernel == "int4_product" else 8)
+    again = (call.grid[0] - 1) * parts + (call.grid[1] - 1) * read["inputs"]
     loops, tiles = -(-width // sizes["BLOCK_IN"]), sizes["TILES"]
     programs = call.grid[0] * call.grid[1]
     block = sizes["BLOCK_OUT"] * sizes["BLOCK_IN"] * parts / (outputs * width)
+    resident, instructions = _counted(call)
     return KernelCost(
         read, {"out": rows * outputs * item}, again,
         2.0 * call.grid[0] * sizes["BLOCK_ROWS"] * tiles * call.grid[1] * sizes["BLOCK_OUT"] * width,
-        programs * loops * float(_LOOP[call.variant.kernel][tiles]) * call.variant.warps if item < 4 else 0.0,
-        programs, (call.variant.stages - 1) * block,
+        programs * loops * float(instructions) * call.variant.warps if item < 4 else 0.0,
+        programs, (call.variant.stages - 1) * block, resident,
     )  # fmt: skip
+
+
+def _gemv(call: _LaunchCall) -> KernelCost:
+    rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
+    sizes, bits = call.constants, _BITS[call.constants["FORM"]]
+    read, parts = _matrix(call, bits)
+    again = (call.grid[0] - 1) * parts + (call.grid[1] * sizes["ROWS"] - 1) * width * call.size("inputs")
+    loops = -(-width * bits // 32 // sizes["BLOCK_WORDS"])
+    programs = call.grid[0] * call.grid[1]
+    block = min(sizes["BLOCK_OUT"], outputs) * min(sizes["BLOCK_WORDS"] * 32 / bits, width) * parts / (outputs * width)
+    resident, instructions = _counted(call)
+    issued = programs * call.variant.warps * float(loops * instructions + _GEMV_ENDS)
+    out: dict[str, float] = {"out": rows * outputs * call.size("out")}
+    return KernelCost(read, out, max(again, 0.0), 0.0, issued, programs, block, resident)
+
+
+def _rounding(call: _LaunchCall) -> KernelCost:
+    rows, width = call.grid[0], call["width"]
+    row = width * call.size("rows")
+    written = {"values": rows * width, "scales": rows * 4}
+    return KernelCost({"rows": rows * row}, written, rows * row, programs=rows, waiting=min(row, 8192.0))
 
 
 _COSTS: Mapping[str, Callable[..., KernelCost]] = {
     "attend_split": _attention, "attend_whole": _attention, "join_splits": _join, "norm_rows": _norm,
     "rotate_into_pages": _rotation, "gate_rows": _gate, "draw_numbers": _numbers, "adjust_scores": _scores,
-    "weigh_parts": _weights, "choose_tokens": _choice, "int8_product": _product, "int4_product": _product,
+    "weigh_parts": _weights, "choose_tokens": _choice, "byte_product": _product, "int4_product": _product,
+    "gemv": _gemv, "round_rows": _rounding,
 }  # fmt: skip
 _SAMPLING = (_scores, _weights, _choice)
 
@@ -311,7 +359,7 @@ def launch_cost(
     cost = formula(call, candidates) if formula in _SAMPLING else formula(call)
     cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
     threads = THREADS // (variant.warps * WARP)
-    products = _RESIDENT_PRODUCTS.get(variant.kernel, {}).get(variant.constants.get("TILES", 0), 32)
+    products = cost.resident if formula in (_product, _gemv) else 32
     cost.resident = min(threads, 32, products, _RESIDENT.get(variant.kernel, 32))
     return cost
 

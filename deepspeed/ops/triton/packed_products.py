@@ -1,9 +1,9 @@
-"""Products with matrices packed in 8 or 4 bits. Needs Triton.
+"""Products of rows in tiles with matrices in int8, e4m3 or 4 bits. Needs Triton.
 
-The formats are those of `deepspeed.inference.quantization.packed_weight`. A program computes BLOCK_OUT outputs of up to
+The formats are those of `deepspeed.inference.quantization`. A program computes BLOCK_OUT outputs of up to
 TILES tiles of BLOCK_ROWS rows, over all inputs and in one order: a row's bits depend on itself alone, and not on the
-number of tiles. Weights are decoded once for all tiles. Integers are exact in every dtype, so scales are applied to
-sums: to that over all inputs in 8 bits, to those of 32 inputs in 4.
+number of tiles. Weights are decoded once for all tiles. Integers and e4m3 are exact in every dtype, so scales are
+applied to sums: to that over all inputs in 8 bits, to those of 32 inputs in 4.
 """
 
 from __future__ import annotations
@@ -37,13 +37,28 @@ def store_outputs(out, out_row, row, rows, output, outputs, total, bias, has_bia
 
 
 @jit
-def int8_product(
-    inputs, integers, scales, bias, out, input_row, out_row, rows, outputs, inputs_, has_bias,
+def from_float8(bits, dtype: tl.constexpr):
+    """Return e4m3, given as int8, in another dtype: exponent and mantissa get their places by a shift, and the
+    exponents' bases differ by a factor, which also makes subnormal numbers right. NaN becomes 480."""
+    if dtype == tl.bfloat16:
+        factor = tl.full([], 2.0**120, tl.float32).to(tl.bfloat16)
+        return ((bits.to(tl.int16) << 4) & -0x7810).to(tl.bfloat16, bitcast=True) * factor
+    elif dtype == tl.float16:
+        return ((bits.to(tl.int16) << 7) & -0x4080).to(tl.float16, bitcast=True) * 256.0
+    else:
+        return ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+
+
+@jit
+def byte_product(
+    inputs, values, scales, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
+    FLOAT8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """inputs [rows, inputs_] times integers [outputs, inputs_] transposed, times scales [outputs], plus bias.
+    """inputs [rows, inputs_] times values [outputs, inputs_] transposed, times scales `scale_step` apart, plus bias.
 
-    Grid: (groups of TILES tiles of rows, blocks of outputs). TILES: 1, 2 or 4.
+    values: int8; with FLOAT8, the bits of e4m3. Grid: (groups of TILES tiles of rows, blocks of outputs). TILES: 1, 2
+    or 4.
     """
     row = tl.program_id(0) * (BLOCK_ROWS * TILES) + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -55,8 +70,9 @@ def int8_product(
         inside = places < inputs_
         x = load_rows(inputs, input_row, row, rows, places, inside)
         weight = tl.load(
-            integers + starts[None, :] + places[:, None], mask=(output < outputs)[None, :] & inside[:, None], other=0
-        ).to(x.dtype)
+            values + starts[None, :] + places[:, None], mask=(output < outputs)[None, :] & inside[:, None], other=0
+        )
+        weight = from_float8(weight, x.dtype) if FLOAT8 else weight.to(x.dtype)
         total = tl.dot(x, weight, total, input_precision="ieee")
         if TILES > 1:
             x = load_rows(inputs, input_row, row + BLOCK_ROWS, rows, places, inside)
@@ -66,7 +82,7 @@ def int8_product(
             third = tl.dot(x, weight, third, input_precision="ieee")
             x = load_rows(inputs, input_row, row + 3 * BLOCK_ROWS, rows, places, inside)
             fourth = tl.dot(x, weight, fourth, input_precision="ieee")
-    scale = tl.load(scales + output, mask=output < outputs, other=0.0)[None, :]
+    scale = tl.load(scales + output * scale_step, mask=output < outputs, other=0.0)[None, :]
     store_outputs(out, out_row, row, rows, output, outputs, total * scale, bias, has_bias)
     if TILES > 1:
         row += BLOCK_ROWS
@@ -126,7 +142,7 @@ def int4_product(
     inputs, integers, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, has_bias,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """As `int8_product`, with two columns in a byte, the first in the low bits, and an element of integer · scale +
+    """As `byte_product`, with two columns in a byte, the first in the low bits, and an element of integer · scale +
     offset; scales and offsets [outputs, inputs_ / 32]. Sums are kept by group of a block, and joined at the end."""
     GROUPS: tl.constexpr = BLOCK_IN // GROUP
     row = tl.program_id(0) * (BLOCK_ROWS * TILES) + tl.arange(0, BLOCK_ROWS)

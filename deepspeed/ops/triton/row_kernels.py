@@ -1,4 +1,4 @@
-"""Kernels that read each row of a pass once: norms, rotation into pages, gated activations. Needs Triton.
+"""Kernels of the rows of a pass: norms, rotation into pages, gated activations, rounding to e4m3. Needs Triton.
 
 A program computes one row, a block of one, or some heads of some rows; sums have a fixed order: a row's bits depend on
 itself alone. Values are computed in fp32; results are rounded once, in norms also the sum with the residual. Strides
@@ -136,3 +136,33 @@ def gate_rows(
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # twice the argument of the hyperbolic tangent
         x = x / (1.0 + tl.exp(-inner))
     tl.store(out + row * out_row + places, (x * y).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def round_rows(rows, values, scales, row_stride, width, BLOCK: tl.constexpr):
+    """Rows as e4m3, given as int8, rounded to the nearest, ties to even, and a scale for each. Grid: (rows).
+
+    The largest magnitude of a row becomes 448. NaN stays NaN; in a row with an infinity, infinities become NaN, and the
+    scale is infinite.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        x = tl.load(rows + row * row_stride + start + places, mask=start + places < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.where(x == x, tl.abs(x), 0.0))
+    scale = tl.div_rn(tl.max(largest, 0), tl.full([], 448.0, tl.float32))
+    scale = tl.maximum(scale, 1.1754943508222875e-38)  # the smallest normal number
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        inside = start + places < width
+        x = tl.load(rows + row * row_stride + start + places, mask=inside, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * scale)
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        code = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # three bits of the mantissa stay
+        # Below 2^-6 numbers are multiples of 2^-9: the last bits of a sum with 2^14.
+        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 15
+        code = tl.where(size < 0x3C800000, small, tl.minimum(code, 0x7E))
+        code = tl.where(x == x, code | ((bits >> 24) & 0x80), 0x7F)
+        tl.store(values + row * width + start + places, code.to(tl.int8), mask=inside)

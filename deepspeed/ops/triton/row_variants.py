@@ -13,7 +13,8 @@ import torch
 
 from deepspeed.ops.triton.variants import DTYPES
 
-ROWS, SAMPLING, PRODUCTS, BLOCKS = "row_kernels", "sampling_kernels", "packed_products", "block_kernels"
+ROWS, SAMPLING, BLOCKS = "row_kernels", "sampling_kernels", "block_kernels"
+PRODUCTS, GEMV = "packed_products", "gemv_kernels"
 BLOCK_SIZE = 256  # elements of a block of messages
 _TABLE = "starts:*i32 lengths:*i32 scale_places:*i32 code_places:*i32 blocks"
 # Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
@@ -40,8 +41,14 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         SAMPLING, "scores:*fp32 options:*fp32 numbers:*fp64 maxima:*fp32 firsts:*i32 weights:*fp64 counts:*i32 "
         "members:*i32 table:*i32 tokens:*i32 table_row score_row vocabulary has_table",
     ),
-    "int8_product": (
-        PRODUCTS, "inputs:* integers:*i8 scales:*fp32 bias:* out:* input_row out_row rows outputs inputs_ has_bias",
+    "round_rows": (ROWS, "rows:* values:*i8 scales:*fp32 row_stride width"),
+    "gemv": (
+        GEMV, "inputs:* weights:*i32 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs inputs_ "
+        "scale_step has_bias",
+    ),
+    "byte_product": (
+        PRODUCTS, "inputs:* values:*i8 scales:*fp32 bias:* out:* input_row out_row rows outputs inputs_ scale_step "
+        "has_bias",
     ),
     "int4_product": (
         PRODUCTS, "inputs:* integers:*u8 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs "
@@ -55,6 +62,9 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         BLOCKS, f"payload:*u8 scales:*i16 own:* out:*fp32 {_TABLE} count own_rank stride scale:fp32 add",
     ),
 }  # fmt: skip
+
+
+_GEMV_ALIGNED = frozenset({"input_row", "inputs_"})
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class KernelVariant:
         """
         if self.module == BLOCKS:
             return frozenset()
+        if self.module == GEMV:
+            return frozenset(name for name, kind in self.signature.items() if kind.startswith("*")) | _GEMV_ALIGNED
         own = ("score_row",) if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
         names = self.signature.items()
         other = "" if self.constants.get("WHOLE") else "table_row"  # of a part of a head: any number
@@ -182,23 +194,56 @@ def sampling_variants(dtype: torch.dtype, sizes: dict[str, int] = SAMPLING_SIZES
 
 
 TILES = (1, 2, 4)  # tiles of 16 rows for which a product's program decodes its weights once
+INT8, INT4, FLOAT8, DENSE = "int8", "int4", "fp8", "dense"  # forms of a matrix
+FORMS = (INT8, INT4, FLOAT8)  # packed ones
 
 
 @functools.cache
-def product_variant(dtype: torch.dtype, bits: int, rows: int = 1) -> KernelVariant:
-    """Variant of the product with a matrix packed in 8 or 4 bits, for a number of rows."""
+def product_variant(dtype: torch.dtype, form: str, rows: int = 1) -> KernelVariant:
+    """Variant of the product of a number of rows, in tiles, with a matrix in int8, int4 or fp8."""
     tiles = next((tiles for tiles in TILES if rows <= 16 * tiles), TILES[-1])
     narrow = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
-    outs = 64 if narrow and bits == 8 and tiles == TILES[-1] else 32
+    outs = 64 if narrow and form != INT4 and tiles == TILES[-1] else 32
     sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", outs), ("BLOCK_IN", 128 if narrow else 32), ("TILES", tiles))
     # Few rows: as many programs as a matrix of 4,096 outputs has have to keep the whole memory busy.
     stages = {1: 8, 2: 6, 4: 3}[tiles] if narrow else 4
-    return KernelVariant(f"int{bits}_product", dtype, sizes, 4 if narrow else 8, stages)
+    if form == INT4:
+        return KernelVariant("int4_product", dtype, sizes, 4 if narrow else 8, stages)
+    return KernelVariant("byte_product", dtype, (("FLOAT8", int(form == FLOAT8)), *sizes), 4 if narrow else 8, stages)
 
 
-def product_variants(dtype: torch.dtype, bits: int) -> list[KernelVariant]:
-    """Variants of the product for all numbers of rows."""
-    return [product_variant(dtype, bits, 16 * tiles) for tiles in TILES]
+GEMV_ROWS = 2  # rows of a program of `gemv` at most
+_GEMV_FORMS = {DENSE: 16, INT8: 8, INT4: 4, FLOAT8: 7}
+
+
+@functools.cache
+def gemv_variant(dtype: torch.dtype, form: str, rows: int = 1) -> KernelVariant | None:
+    """Variant of the product of few rows with a matrix in a form ("dense": of the same dtype); None if there is none.
+
+    A thread has 16 bytes of each of four or eight rows of the matrix in flight.
+    """
+    if dtype not in DTYPES or dtype.itemsize != 2:
+        return None
+    each = min(rows, GEMV_ROWS)
+    outs, words = (8, 256) if form == INT4 else (4 if form == DENSE or each > 1 else 8, 512)
+    sizes = (("FORM", _GEMV_FORMS[form]), ("ROWS", each), ("BLOCK_OUT", outs), ("BLOCK_WORDS", words))
+    return KernelVariant("gemv", dtype, sizes, 4, 1)
+
+
+def gemv_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
+    """Variants of `gemv` for all numbers of rows; none in fp32."""
+    variants = [gemv_variant(dtype, form, rows) for rows in range(1, GEMV_ROWS + 1)]
+    return [variant for variant in variants if variant is not None]
+
+
+def product_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
+    """Variants of the products with a packed matrix for all numbers of rows."""
+    return [*gemv_variants(dtype, form), *(product_variant(dtype, form, 16 * tiles) for tiles in TILES)]
+
+
+def rounding_variant(dtype: torch.dtype) -> KernelVariant:
+    """Variant of `round_rows`."""
+    return KernelVariant("round_rows", dtype, (("BLOCK", 4096),), 8)
 
 
 def block_variant(kernel: str, dtype: torch.dtype, bits: int, memory: bool = False) -> KernelVariant | None:
@@ -233,5 +278,6 @@ def row_variants(
                 wanted |= dict.fromkeys(rotation_variants(dtype, head, head, False, rotary))
         wanted |= {gate_variant(dtype, activation): None for activation in range(3)}
         wanted |= dict.fromkeys(sampling_variants(dtype).values())
-        wanted |= dict.fromkeys(variant for bits in (8, 4) for variant in product_variants(dtype, bits))
+        wanted |= dict.fromkeys(variant for form in FORMS for variant in product_variants(dtype, form))
+        wanted |= dict.fromkeys([*gemv_variants(dtype, DENSE), rounding_variant(dtype)])
     yield from wanted

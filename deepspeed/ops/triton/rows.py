@@ -1,4 +1,4 @@
-"""Host's side of the kernels of rows and of packed products: one call each, with checked shapes."""
+"""Host's side of the kernels of rows: one call each, with checked shapes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 
 from deepspeed.errors import ArgumentError
 from deepspeed.ops.triton.attention import Kernels
-from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, product_variant, rotation_variant
+from deepspeed.ops.triton.row_variants import gate_variant, norm_variant, rotation_variant
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-FORMATS = {8: "int8, [outputs, inputs]", 4: "uint8, [outputs, inputs / 2]"}
 
 
 def norm(
@@ -117,44 +116,4 @@ def gated(kernels: Kernels, gate: torch.Tensor, up: torch.Tensor, activation: st
     out = gate.new_empty(gate.shape)
     grid = (len(gate), -(-gate.shape[1] // variant.constants["BLOCK"]), 1)
     kernels.launch(variant, grid, (gate, up, out, gate.stride(0), up.stride(0), out.stride(0), gate.shape[1]))
-    return out
-
-
-def packed_product(
-    kernels: Kernels,
-    inputs: torch.Tensor,
-    integers: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return `inputs` [rows, inputs] times a packed matrix, [rows, outputs] in the dtype of `inputs`.
-
-    Args:
-        kernels: the kernels.
-        inputs: [rows, inputs].
-        integers: parts of a `PackedWeight`: int8 [outputs, inputs], or uint8 [outputs, inputs / 2] of 4 bits.
-        scales: fp32, [outputs] values for 8 bits, [outputs, inputs / 32] for 4.
-        offsets: fp32 of the same size for 4 bits; None: 8 bits.
-        bias: [outputs], or None.
-
-    Raises:
-        ArgumentError: sizes do not fit each other.
-    """
-    bits = 8 if offsets is None else 4
-    outputs, width = integers.shape[0], integers.shape[1] * 8 // bits
-    count = outputs if bits == 8 else outputs * width // 32
-    sizes = scales.numel() == count and (offsets is None or offsets.numel() == count) and (bits == 8 or width % 32 == 0)
-    if inputs.dim() != 2 or inputs.shape[1] != width or not sizes or not integers.is_contiguous():
-        raise ArgumentError(f"inputs {tuple(inputs.shape)} and integers {tuple(integers.shape)}, not {FORMATS[bits]}")
-    variant = product_variant(inputs.dtype, bits, len(inputs))
-    if inputs.stride(1) != 1:
-        inputs = inputs.contiguous()
-    out = inputs.new_empty(len(inputs), outputs)
-    parts = (integers, scales) if offsets is None else (integers, scales, offsets)
-    tensors = (inputs, *parts, inputs if bias is None else bias, out)
-    numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, int(bias is not None))
-    blocks = variant.constants["BLOCK_ROWS"] * variant.constants["TILES"], variant.constants["BLOCK_OUT"]
-    grid = (-(-len(inputs) // blocks[0]), -(-outputs // blocks[1]), 1)
-    kernels.launch(variant, grid, (*tensors, *numbers))
     return out

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from deepspeed.inference.draft_model import NgramProposer
 from deepspeed.inference.executors import attention_ways, select
+from deepspeed.inference.quantization.float8 import scaled_rows
 from deepspeed.inference.sampler import draw
 from deepspeed.ops.triton.sampling import uniform
 
@@ -151,20 +152,45 @@ def _choose(scores: Any, options: Any, numbers: Any, tokens: Any, vocabulary: in
         tokens[row] = token
 
 
-def _product(inputs: Any, integers: Any, scales: Any, bias: Any, out: Any, **more: Any) -> None:
-    if "offsets" in more:
-        columns = torch.stack([integers & 15, integers >> 4], -1).flatten(-2).unflatten(1, (-1, 32)).float()
-        groups = columns.shape[:2]
-        weight = (columns * scales.view(*groups, 1) + more["offsets"].view(*groups, 1)).flatten(1)
+def _integers4(integers: Any, scales: Any, offsets: Any) -> torch.Tensor:
+    columns = torch.stack([integers & 15, integers >> 4], -1).flatten(-2).unflatten(1, (-1, 32)).float()
+    groups = columns.shape[:2]
+    return (columns * scales.view(*groups, 1) + offsets.view(*groups, 1)).flatten(1)
+
+
+def _times(inputs: Any, weight: torch.Tensor, bias: Any, out: Any, has_bias: int, **_: Any) -> None:
+    out.copy_(inputs.float() @ weight.T + (bias.float() if has_bias else 0.0))
+
+
+def _integers(integers: Any, scales: Any, offsets: Any, **more: Any) -> None:
+    _times(weight=_integers4(integers, scales, offsets), **more)
+
+
+def _bytes(values: Any, scales: Any, FLOAT8: int, **more: Any) -> None:
+    values = values.view(torch.float8_e4m3fn) if FLOAT8 else values
+    _times(weight=values.float() * scales.view(-1, 1), **more)
+
+
+def _gemv(weights: Any, scales: Any, offsets: Any, FORM: int, **more: Any) -> None:
+    if FORM == 16:
+        _times(weight=weights.float(), **more)
+    elif FORM == 4:
+        _integers(weights, scales, offsets, **more)
     else:
-        weight = integers.float() * scales.view(-1, 1)
-    out.copy_(inputs.float() @ weight.T + (bias.float() if more["has_bias"] else 0.0))
+        _bytes(weights, scales, int(FORM == 7), **more)
+
+
+def _round(rows: Any, values: Any, scales: Any, **_: Any) -> None:
+    rounded, scale = scaled_rows(rows)
+    values.view(torch.float8_e4m3fn).copy_(rounded)
+    scales.copy_(scale)
 
 
 KERNELS: dict[str, Callable[..., None]] = {
     "norm_rows": _norm, "rotate_into_pages": _rotate, "gate_rows": _gate, "attend_whole": _whole,
     "attend_split": _split, "join_splits": _join, "draw_numbers": _draw, "adjust_scores": _adjust,
-    "weigh_parts": _weigh, "choose_tokens": _choose, "int8_product": _product, "int4_product": _product,
+    "weigh_parts": _weigh, "choose_tokens": _choose, "byte_product": _bytes, "int4_product": _integers,
+    "gemv": _gemv, "round_rows": _round,
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tests.unit.inference.device_passes import (
     small,
 )
 from tests.unit.inference.reference_kernels import ReferenceKernels, only_way
-from tests.unit.inference.toys import alone, llama, masked, mixture, prompts
+from tests.unit.inference.toys import alone, masked, mixture, prompts
 
 CPU = torch.device("cpu")
 
@@ -103,22 +102,6 @@ def test_padded_inputs_give_the_logits_of_the_batch(kernels: Any) -> None:
         for pool, old in zip(pools, before, strict=True):
             # Padding writes nothing: pages -1 and 0 are nobody's, and page 0 may hold anything.
             torch.testing.assert_close(pool[: 2 * 4], old[: 2 * 4], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_integers(kernels: Any, bits: int) -> None:
-    model = llama(hidden_size=64, intermediate_size=64)
-    quantize_linears(model, bits, 1, torch.float32)
-    executor: Any = Generator(model, cache_bytes=1 << 18)._executor
-    assert type(executor) is PackedDecoder, executor.unfused
-    text = prompts((11,))[0]
-    executor.store = executor.store.resized(4, 16)
-    launches = len(kernels.launches)
-    logits = executor.run(RaggedBatch([BatchSlice(text, 0, [1], 11)], 16, CPU))
-    ran = Counter(name.split("_")[0] for name, _ in kernels.launches[launches:])
-    assert (ran["int8"], ran["int4"]) == ((15, 0) if bits == 8 else (1, 14))  # the head has 8 bits
-    right = model(torch.tensor([text])).logits[0].detach()
-    torch.testing.assert_close(logits, right, rtol=2e-4, atol=2e-4 * right.abs().max().item())
 
 
 # -- tokens chosen on the device ---------------------------------------------------------------------------------------

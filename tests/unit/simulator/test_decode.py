@@ -13,8 +13,9 @@ import torch
 from benchmarks.decode_pass import FORMS, Pass, record, times
 from benchmarks.decode_tables import BARS, ERROR, PUBLISHED, RESULTS, bars, published
 from deepspeed.errors import ArgumentError
-from deepspeed.ops.triton import rows
+from deepspeed.ops.triton import products, rows
 from deepspeed.ops.triton.attention import AttentionRule, PagedRows, attend_pages
+from deepspeed.ops.triton.products import FEW_ROWS
 from deepspeed.simulator.card_rates import CardRates
 from deepspeed.simulator.kernel_recorder import PassRecorder, RecordedKernels
 from deepspeed.simulator.machine import Machine
@@ -106,12 +107,12 @@ def test_bytes_of_launches_are_those_of_their_tensors() -> None:
     x, weight = torch.zeros(3, 128), torch.zeros(128)
     out, stream = rows.norm(kernels, x, weight, residual=x.clone(), eps=1e-5)
     rows.gated(kernels, out, stream, "silu")
-    rows.packed_product(kernels, x, torch.zeros(70, 128, dtype=torch.int8), torch.zeros(70))
+    products.packed_product(kernels, x, "int8", (torch.zeros(70, 128, dtype=torch.int8), torch.zeros(70)))
     for entry, tensors in zip(recording.entries, ([x, x, weight, out, stream], [out, stream, out],
                                                   [x, torch.zeros(3, 70), torch.zeros(70)]), strict=True):  # fmt: skip
         assert entry.work is not None
-        extra = 70 * 128 if entry.name == "int8_product" else 0  # weights
-        again = {"norm_rows": 2 * weight.nbytes, "gate_rows": 0, "int8_product": 2 * x.nbytes}[entry.name]
+        extra = 70 * 128 if entry.name == "byte_product" else 0  # weights
+        again = {"norm_rows": 2 * weight.nbytes, "gate_rows": 0, "byte_product": 2 * x.nbytes}[entry.name]
         everything = sum(tensor.nbytes for tensor in tensors) + extra
         assert entry.nbytes + entry.work.cached == everything + again
 
@@ -129,11 +130,13 @@ def test_attention_reads_the_pages_of_its_sequences() -> None:
     assert split.nbytes == sum(lengths) * 2 * (32 + 32) * 4 + numbers
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8"])
-def test_a_pass_reads_its_weights_and_pages_once(form: str) -> None:
-    wanted = dataclasses.replace(TOY, form=form)
+@pytest.mark.parametrize(
+    ("form", "batch"), [("bf16", 2), ("bf16", 8), ("int8", 2), ("int8", 8), ("int4", 1), ("fp8", 1), ("fp8", 8)]
+)
+def test_a_pass_reads_its_weights_and_pages_once(form: str, batch: int) -> None:
+    wanted = dataclasses.replace(TOY, form=form, batch=batch)
     made = record(wanted)
-    layers, extra = wanted.shape.layers, 4 if FORMS[form].inputs else 0
+    layers, extra = wanted.shape.layers, 4 if FORMS[form].inputs and batch > FEW_ROWS else 0
     # Embedding, cosines, sines, ten launches a layer, last norm, head, scores, choice.
     assert made.launches - 2 == 3 + (10 + extra) * layers + 4
     products = [
