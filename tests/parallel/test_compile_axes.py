@@ -161,6 +161,12 @@ def test_models_in_slices(workers: Any, name: str, stage: int, backend: str) -> 
 
 
 @pytest.mark.slow
+def test_blocks_of_a_model_with_a_split_vocabulary(workers: Any) -> None:
+    vocabulary = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}
+    workers(RANKS).run(model_cell, "llama", vocabulary, 1, "eager", timeout=300)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
@@ -202,7 +208,8 @@ def pipeline_cell(stage: int, schedule: str, backend: str) -> None:
     config = settings(stage, pipeline=pipeline, gradient_accumulation_steps=2)
     eager = run(build, None, config, advance=window_of)
     seen = run(build, None, config, "engine", backend, window_of)
-    assert seen.breaks == 0 and seen.graphs == [1] * compiled.STEPS, (seen.breaks, seen.graphs)
+    kinds = 2 if stage == 3 and dist.get_rank() else 1  # the last norm is a unit of stage 3
+    assert seen.breaks == 0 and seen.graphs == [kinds] * compiled.STEPS, (seen.breaks, seen.graphs)
     assert seen.same(eager) if backend == "eager" else seen.near(eager), (seen.losses, eager.losses)
 
 
