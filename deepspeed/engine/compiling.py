@@ -1,9 +1,10 @@
 """torch.compile of a model in training: all ways to ask for it, and what is compiled as one.
 
 [Note: compiled parts] The forward of a module is compiled, not its call: hooks of the module, which all-gather, reshard
-or communicate, run before and after the compiled graph, eagerly. At stages 0 to 2 one module is compiled as a whole. At
-stage 3 each unit is compiled by itself, since hooks run between units. The same holds for blocks with
-activation checkpointing, and for repeated blocks where ranks communicate in forward.
+or communicate, run before and after the compiled graph, eagerly. At stages 0 to 2 one module is compiled as a whole,
+also with tensor slices: their collectives are operators in the graph. At stage 3 each unit is compiled by itself, since
+hooks run between units. The same holds for blocks with activation checkpointing, and for repeated blocks with a split
+vocabulary or sequence, divided experts or pipeline stages: code around the blocks depends on values there.
 
 A compiled graph takes parameters as inputs and reads them from their modules at each call, so it uses the memory that a
 parameter has at that time: after an all-gather, an offload, a load or an assignment.
@@ -11,11 +12,12 @@ parameter has at that time: after an all-gather, an offload, a load or an assign
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +25,13 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.apply import checkpointed_blocks
+from deepspeed.comm.collectives.graph_operators import register_operators
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.compiler import CompiledForward
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.replaced_forward import ReplacedForward, withdraw
+from deepspeed.tensor_parallel.layers import share_labels
 from deepspeed.zero.layout.units import STANDS_FOR, repeated_blocks
 
 # Compiles a function; the number is that of the modules that are compiled at once.
@@ -36,6 +40,41 @@ Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]
 _LIMIT = 8  # of torch: how often it compiles a function again before it runs eagerly
 # Of the modules of models in training, so that `module.compile()` is done by their engine.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Compiling]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Context in which modules that were compiled before `initialize` run as without: their forward is traced, or its
+    layers change."""
+    calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    wrappers: list[Any] = [module for module in model.modules() if _inside(module) is not None]
+    for module in calls:
+        module._compiled_call_impl = None
+    for wrapper in wrappers:
+        wrapper.forward = _call_of(_inside(wrapper))
+    try:
+        yield
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+        for wrapper in wrappers:
+            wrapper._initialize()
+
+
+def _inside(module: nn.Module) -> Any:
+    """Return the module that `torch.compile` has wrapped in `module`; None if `module` is no such wrapper."""
+    context = vars(module).get("dynamo_ctx")
+    return module._modules.get("_orig_mod") if callable(getattr(context, "callback", None)) else None
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a module, with the signature of its forward."""
+
+    @functools.wraps(module.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    return call
 
 
 class Compiling:
@@ -87,6 +126,7 @@ class Compiling:
             module: the model, or a module of it.
             compiler: compiles a function.
         """
+        register_operators()
         parts, reason = self._parts(module)
         for part in parts:
             self._install(part, compiler, len(parts))
@@ -110,10 +150,11 @@ class Compiling:
         blocks = checkpointed_blocks(module)
         if blocks and blocks != [module]:
             return blocks, "the rest of the model runs the activation checkpoints"
-        if state.sliced:
+        split_vocabulary = state.ds_config.top.tensor_parallel.vocab_parallel_lm_head
+        if split_vocabulary or state.components.ep_sizes or set(state.model_dims) - {"tp"}:
             blocks = [block for block in repeated_blocks(module) if STANDS_FOR not in vars(block)]
             if blocks:
-                return blocks, "ranks communicate in forward"
+                return blocks, "ranks communicate between or in them"
         return [module], ""
 
     def _install(self, part: nn.Module, compiler: Compiler, number: int) -> None:
@@ -126,6 +167,8 @@ class Compiling:
             present = present.inner
         compiled = CompiledForward(present, lambda function: compiler(function, number))
         setattr(holder, name, compiled)
+        if part is not self._state.module:
+            share_labels(part)
         self._installed.append((part, compiled))
 
     def _take_over(self) -> None:
@@ -135,22 +178,22 @@ class Compiling:
             NotAvailableError: the settings of a compiled module cannot be read.
         """
         for module in list(self._state.module.modules()):
-            call, context = module._compiled_call_impl, vars(module).get("dynamo_ctx")
+            call, inner = module._compiled_call_impl, _inside(module)
             if call is not None:
                 module._compiled_call_impl = None
                 self._undo.append(functools.partial(setattr, module, "_compiled_call_impl", call))
                 self.compile(module, _compiler_of(call, module))
-            inner = module._modules.get("_orig_mod")
-            if context is not None and callable(getattr(context, "callback", None)) and inner is not None:
+            if inner is not None:
                 wrapper: Any = module
                 wrapper.forward = inner.__call__
                 self._undo.append(wrapper._initialize)
-                self.compile(inner, _again(context))
+                self.compile(inner, _again(wrapper.dynamo_ctx))
 
     def close(self) -> None:
         """Give the modules their own forwards again, and what had compiled them before the engine."""
         for part, compiled in self._installed:
             withdraw(part, compiled)
+            share_labels(part, shared=False)
         for undo in self._undo:
             undo()
         for module in self._state.module.modules():

@@ -47,7 +47,7 @@ from deepspeed.engine.client_support import (
     loss_is_divided,
     register_engine,
 )
-from deepspeed.engine.compiling import Compiling
+from deepspeed.engine.compiling import Compiling, uncompiled
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.data_sampling import scaled_scheduler
 from deepspeed.engine.engine_state import EngineState
@@ -228,7 +228,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             configure(resolved)
         trail.start(resolved.top.divergence_check_interval)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-        parameters = self._cut(model, resolved, mesh, mpu, optimizer, listed(model_parameters))
+        with uncompiled(model):
+            parameters = self._cut(model, resolved, mesh, mpu, optimizer, listed(model_parameters))
         chosen = choose_optimizer(model, optimizer, parameters, resolved)
         check_elementwise_optimizer(model, chosen)
         self.module = model

@@ -23,6 +23,7 @@ from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
 from deepspeed.errors import ExpertParallelError, NotAvailableError, UsageError
+from deepspeed.foundation.compiler import opaque
 from deepspeed.foundation.log import log_rank0
 from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.calls import read_call, values_of
@@ -68,6 +69,7 @@ class DividedExperts(nn.Module):
     places: tuple[torch.Tensor, torch.Tensor]  # of each expert, and of none at the end: its rank, its number there
     first_local: int  # the number of an expert of this rank
 
+    @opaque  # numbers of rows depend on values: torch.compile would compile pieces of it again and again
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the whole module's result. All ranks of the axis must call this, also those without tokens."""
         location, structure = self.location, self.structure

@@ -88,8 +88,8 @@ class _Source:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether autograd saves tensors for `tensor`'s backward; False in backward, torch.compile, torch.func."""
-    if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
+    """Return whether autograd saves tensors for `tensor`'s backward; False in backward and in torch.func."""
+    if not tensor.requires_grad or in_transform(tensor):
         return False
     return not in_backward()
 
@@ -184,18 +184,19 @@ def attend(
     check_heads(query.shape[heads], axis)
     copies = repeats(key.shape[heads], axis)
     query = to_heads(query, axis, heads, sequence, where=where)
-    again = partial(to_heads, axis=axis, heads=heads, sequence=sequence, copies=copies, where=f"{where}, again,")
-    copied = [
-        Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
-        for tensor in (key, value)
-    ]
-    since = now()
-    context = local(query, *(each.by_heads for each in copied))
+    by_heads = [to_heads(tensor, axis, heads, sequence, copies, where) for tensor in (key, value)]
+    saves = not (recompute and axis.size > 1) or torch.compiler.is_compiling()  # both layouts
+    copied: list[Exchanged] = []
+    if not saves and copies > 1:
+        again = partial(to_heads, axis=axis, heads=heads, sequence=sequence, copies=copies, where=f"{where}, again,")
+        copied = [Exchanged(h, tokens, again, where) for h, tokens in zip(by_heads, (key, value), strict=True)]
+    since = 0 if saves else now()
+    context = local(query, *by_heads)
     label = f"heads to sequence in {where} over {axis.name}"
     by_tokens = all_to_all(context, axis, sequence, heads, label)
-    if recompute and axis.size > 1 and is_kept(context):
+    if not saves and is_kept(context):
         back = Exchanged(context, by_tokens, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
-        keep_by_tokens(context, since, [back, *(copied if copies > 1 else [])])
+        keep_by_tokens(context, since, [back, *copied])
     return by_tokens
 
 

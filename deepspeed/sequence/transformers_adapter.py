@@ -179,7 +179,9 @@ class SequenceModel:
         object.__setattr__(self.model, _MARK, self)
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the name of a submodule, for messages."""
+        """Return the name of a submodule, for messages; in a graph of torch.compile, which blocks share, its class."""
+        if torch.compiler.is_compiling():
+            return type(module).__name__
         return self._names.get(id(module), type(module).__name__)
 
     @contextmanager

@@ -86,7 +86,7 @@ class HeadParallel(nn.MultiheadAttention):
         Raises:
             RuntimeError: `is_causal` is set without `attn_mask`, as in torch.
         """
-        axis, name = self.slot.axis, self.slot.name
+        axis, name = self.slot.axis, self.slot.label
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         alike = query is key is value
@@ -143,7 +143,7 @@ class HeadParallel(nn.MultiheadAttention):
 
     def _as_added(self, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if mask.dtype != torch.bool:  # a learned mask
-            return enter(mask, self.slot.axis, f"gradient of a mask of {self.slot.name}").to(like.dtype)
+            return enter(mask, self.slot.axis, f"gradient of a mask of {self.slot.label}").to(like.dtype)
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
 
 

@@ -8,6 +8,7 @@ layers are sliced in place: module and parameters stay the same objects.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,14 @@ from deepspeed.zero.layout.placement import Cut, Placement, Relation, place, pla
 
 
 class SliceLocation:
-    """Ranks of one sliced layer (`axis`), and its name in error messages; deep copies of a layer share the object."""
+    """Ranks of one sliced layer (`axis`), and its name in error messages; deep copies of a layer share the object.
+
+    Attributes:
+        label: the name in labels of collectives: `name`, unless `share_labels` was called.
+    """
 
     def __init__(self, axis: Axis, name: str = "") -> None:
-        self.axis, self.name = axis, name
+        self.axis, self.name, self.label = axis, name, name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceLocation:
         return self
@@ -38,6 +43,24 @@ def axis_of_slices(model: nn.Module) -> Axis | None:
     """Return the ranks that share the matrices of a model; None if every rank has them whole."""
     slots = (getattr(module, "slot", None) for module in model.modules())
     return next((slot.axis for slot in slots if isinstance(slot, SliceLocation) and slot.axis.size > 1), None)
+
+
+def share_labels(block: nn.Module, shared: bool = True) -> None:
+    """Give equal layers of repeated blocks equal labels, "*" for the block's number, so that they can share a graph.
+
+    Args:
+        block: one of the blocks.
+        shared: False: layers have labels of their own again.
+    """
+    for module in block.modules():
+        slot = getattr(module, "slot", None)
+        if isinstance(slot, SliceLocation):
+            slot.label = starred("." + slot.name)[1:] if shared else slot.name
+
+
+def starred(name: str) -> str:
+    """Replace each number after a dot in a parameter or module name by `*`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -128,7 +151,7 @@ class ColumnParallel(_Sliced):
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map (…, in) to (…, outputs of this rank), or if `sizes` is set, by an all-gather, to (…, all outputs)."""
         if self.enters:
-            input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
+            input = enter(input, self.slot.axis, f"gradient of what {self.slot.label} reads")
         weight, bias = self._matrix(), self.bias
         if self.rows is not None:
             weight = weight.index_select(0, self.rows)
@@ -136,7 +159,7 @@ class ColumnParallel(_Sliced):
         out = F.linear(input, weight, bias)
         if self.sizes is None:
             return out
-        return gather_from(out, self.slot.axis, -1, self.sizes, f"outputs of {self.slot.name}")
+        return gather_from(out, self.slot.axis, -1, self.sizes, f"outputs of {self.slot.label}")
 
 
 class RowParallel(_Sliced):
@@ -144,7 +167,7 @@ class RowParallel(_Sliced):
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map (…, inputs of this rank) to (…, out), equal on all ranks. All ranks must call this."""
-        out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.name}")
+        out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.label}")
         return out if self.bias is None else out + self.bias
 
 

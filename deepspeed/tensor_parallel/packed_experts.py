@@ -40,7 +40,7 @@ class PackedParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the output of the whole module, equal on all ranks. All ranks must call this."""
-        axis, name = self.slot.axis, self.slot.name
+        axis, name = self.slot.axis, self.slot.label
 
         def entered(value: Any) -> Any:
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -35,6 +35,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     share_out,
 )
 from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states
+from deepspeed.tensor_parallel.layers import starred
 from deepspeed.tensor_parallel.module_attributes import Numbers, fit
 from deepspeed.tensor_parallel.packed_experts import fit_packed, share_packed
 from deepspeed.tensor_parallel.rng import Draws
@@ -338,11 +339,6 @@ class TensorParallelPlan:
             f"{most:,} of {dense:,} parameters"
         )
         return "\n".join([head, *lines])
-
-
-def starred(name: str) -> str:
-    """Replace each number after a dot in a parameter or module name by `*`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:

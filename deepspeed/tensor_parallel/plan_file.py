@@ -30,7 +30,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     length_of,
 )
 from deepspeed.tensor_parallel.example_inputs import all_calls
-from deepspeed.tensor_parallel.layers import is_linear, is_transposed
+from deepspeed.tensor_parallel.layers import is_linear, is_transposed, starred
 from deepspeed.tensor_parallel.module_attributes import Numbers
 from deepspeed.tensor_parallel.plan import (
     Fitted,
@@ -42,7 +42,6 @@ from deepspeed.tensor_parallel.plan import (
     dropped_in,
     make_plan,
     shapes_of,
-    starred,
 )
 from deepspeed.tensor_parallel.trace import ShardableRegion, by_module, join, lies_in, owner
 

@@ -81,7 +81,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if padding is not None:  # its row is read, without gradient
             rows = torch.where((input == padding)[..., None], rows.detach(), rows)
         rows = rows.masked_fill(~here[..., None], 0.0)
-        return reduce_from(rows, self.slot.axis, f"rows of {self.slot.name}")
+        return reduce_from(rows, self.slot.axis, f"rows of {self.slot.label}")
 
 
 def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:

@@ -13,6 +13,19 @@ from torch import nn
 
 STEPS = 4
 Asks = Callable[[Any, Any], Any]
+Advances = Callable[[Any, Any, int], float]  # the engine, what is called in its place, the step: the loss
+
+
+def forward_and_back(loss_of: Callable[[Any, int, int], torch.Tensor]) -> Advances:
+    """One micro-batch, whose loss is that of a rank."""
+
+    def advance(engine: Any, call: Any, step: int) -> float:
+        loss = loss_of(call, step, dist.get_rank())
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return advance
 
 
 @dataclass
@@ -93,12 +106,13 @@ WAYS = [*EARLY, *LATE]
 
 def run(
     make: Callable[[], nn.Module],
-    loss_of: Callable[[Any, int, int], torch.Tensor],
+    loss_of: Callable[[Any, int, int], torch.Tensor] | None,
     config: dict[str, Any],
     way: str = "",
     backend: str = "eager",
+    advance: Advances | None = None,
 ) -> Seen:
-    """Steps of an engine; `way` is one of `WAYS`, or "" for no compilation."""
+    """Steps of an engine; `way` is one of `WAYS`, or "" for no compilation; `advance` replaces `loss_of`."""
     import deepspeed
     from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param
 
@@ -109,11 +123,11 @@ def run(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         call = LATE[way](engine, counter) if way in LATE else engine
         losses, graphs = [], []
+        if advance is None:
+            assert loss_of is not None
+            advance = forward_and_back(loss_of)
         for step in range(STEPS):
-            loss = loss_of(call, step, dist.get_rank())
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(advance(engine, call, step))
             graphs.append(counter.frame_count)
         named = [(n.replace("_orig_mod.", ""), p) for n, p in engine.module.named_parameters() if p.requires_grad]
         weights = {name: safe_get_full_fp32_param(param).clone() for name, param in named}

@@ -11,7 +11,7 @@
 | `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
 A reduce-scatter is an all-reduce and a slice. All ranks of the axis must call these functions in the same order,
-forward and backward. A second derivative raises RuntimeError. Graphs of torch.compile break at them.
+forward and backward. A second derivative raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return ctx.back(gradient), None, None
 
-    @staticmethod
-    def same(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
 
-    @classmethod
-    def over(cls, axis: Axis, tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
-        return tensor if axis.size == 1 else cls.apply(tensor, there, back)  # type: ignore[no-any-return]
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
 
+def _over(axis: Axis, tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+    return tensor if axis.size == 1 else _Collective.apply(tensor, there, back)  # type: ignore[no-any-return]
+
+
+@opaque
 def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the sum over the ranks as a new tensor, without autograd; `label`: as in `gathered`."""
     return sum_in_place(tensor.detach().clone(memory_format=torch.contiguous_format), axis, label)
@@ -69,6 +70,7 @@ def sum_in_place(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Ten
     return tensor
 
 
+@opaque
 def gathered(
     tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
@@ -99,6 +101,7 @@ def gathered(
     return every.movedim(0, dim).contiguous()
 
 
+@opaque
 def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
     """Exchange slices with an all-to-all, without autograd; returns a new tensor.
 
@@ -142,60 +145,53 @@ class _Slices:
         return self.own(summed(whole, self.axis, self.label))
 
 
-@opaque
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the tensor unchanged; its gradient is summed over the ranks. `label`: as in `gathered`."""
-    return _Collective.over(axis, tensor, _Collective.same, lambda gradient: summed(gradient, axis, label))
+    return _over(axis, tensor, _same, lambda gradient: summed(gradient, axis, label))
 
 
-@opaque
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """Return the sum over the ranks; backward passes the gradient unchanged. `label`: as in `gathered`."""
-    return _Collective.over(axis, tensor, lambda part: summed(part, axis, label), _Collective.same)
+    return _over(axis, tensor, lambda part: summed(part, axis, label), _same)
 
 
-@opaque
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """Concatenate the ranks' slices for a computation that is equal on all ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
-    return _Collective.over(axis, tensor, slices.join, slices.own)
+    return _over(axis, tensor, slices.join, slices.own)
 
 
-@opaque
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """Return this rank's slice of a tensor that is equal on all ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
-    return _Collective.over(axis, tensor, slices.own, slices.join)
+    return _over(axis, tensor, slices.own, slices.join)
 
 
-@opaque
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """Concatenate the ranks' slices for rank-specific computations, whose gradients backward sums; see `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
-    return _Collective.over(axis, tensor, slices.join, slices.own_of_sum)
+    return _over(axis, tensor, slices.join, slices.own_of_sum)
 
 
-@opaque
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """Return this rank's slice of the sum over the ranks; arguments as in `gathered`."""
     slices = _Slices(axis, dim, sizes, label)
-    return _Collective.over(axis, tensor, slices.own_of_sum, slices.join)
+    return _over(axis, tensor, slices.own_of_sum, slices.join)
 
 
-@opaque
 def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
     """Exchange slices with an all-to-all: split dim `cut`, concatenate along dim `join`; see `exchanged`."""
     there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
     back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
-    return _Collective.over(axis, tensor, there, back)
+    return _over(axis, tensor, there, back)
 
 
 _entered: list[torch.Tensor] = []
@@ -211,7 +207,12 @@ def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
-    key = (axis.ranks, tensor._version)
+    return enter_once(tensor, axis.ranks, lambda gradient: summed(gradient, axis, label))
+
+
+def enter_once(tensor: torch.Tensor, ranks: tuple[int, ...], total: _Way) -> torch.Tensor:
+    """Return the present copy of an unmodified tensor for a set of ranks, or a new one; `total` sums its gradient."""
+    key = (ranks, tensor._version)
     known = getattr(tensor, "_ds_entered", None)
     copy = known[1]() if known is not None and known[0] == key else None
     if copy is not None:
@@ -219,9 +220,9 @@ def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         _entered.clear()
-        return summed(gradient, axis, label)
+        return total(gradient)
 
-    entered = _Collective.over(axis, tensor, _Collective.same, back)
+    entered: torch.Tensor = _Collective.apply(tensor, _same, back)
     if not tensor.is_leaf:  # a leaf's graph references the leaf, and the copy the graph: a cycle that is never freed
         # A weak reference, since the copy references its base in C++, where the garbage collector finds no cycle.
         tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]
