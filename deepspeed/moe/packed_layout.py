@@ -20,7 +20,7 @@ from torch import nn
 from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.fake_mode import of_device
 from deepspeed.foundation.log import describe_error
-from deepspeed.moe.packed_products import Activation, Matrices, SwiGLU, run_packed, swiglu
+from deepspeed.moe.packed_products import Activation, ExpertMatrices, SwiGLU, run_packed, swiglu
 
 UPS, DOWN, BIAS = ("gate_up_proj", "up_proj"), "down_proj", "_bias"
 GATE, FUNCTION = "_apply_gate", "act_fn"
@@ -57,10 +57,10 @@ class PackedLayout:
         """Names of all parameters."""
         return [name for name in (self.up, DOWN, *self.biases) if name]
 
-    def matrices(self, get: Callable[[str], torch.Tensor]) -> Matrices:
+    def matrices(self, get: Callable[[str], torch.Tensor]) -> ExpertMatrices:
         """Return the parameters; `get` gives them by name."""
         up_bias, down_bias = (get(name) if name else None for name in self.biases)
-        return Matrices(get(self.up), get(DOWN), up_bias, down_bias, self.transposed)
+        return ExpertMatrices(get(self.up), get(DOWN), up_bias, down_bias, self.transposed)
 
     def function(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function between the products of `module`, from (P, F') to (P, F)."""

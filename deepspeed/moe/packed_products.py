@@ -102,7 +102,7 @@ def swiglu(hidden: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class ExpertMatrices:
     """Parameters of the experts of this rank.
 
     Args:
@@ -179,7 +179,7 @@ class _PackedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:  # type: ignore[override]
         up, down, up_bias, down_bias, transposed, activation, order = rest
-        matrices = Matrices(up, down, up_bias, down_bias, transposed)
+        matrices = ExpertMatrices(up, down, up_bias, down_bias, transposed)
         weight_of = weights.flatten()[order.pairs].unsqueeze(1)
         ups, downs = _by_inputs(matrices.up, transposed), _by_inputs(matrices.down, transposed)
         hidden = rows.new_empty(len(order.pairs), ups[0].shape[1])
@@ -205,7 +205,7 @@ class _PackedExperts(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, weights, up, down, up_bias, down_bias, hidden = ctx.saved_tensors
         transposed, activation, order = ctx.rest
-        matrices, needed = Matrices(up, down, up_bias, down_bias, transposed), ctx.needs_input_grad
+        matrices, needed = ExpertMatrices(up, down, up_bias, down_bias, transposed), ctx.needs_input_grad
         sums = _Gradients(rows, weights, matrices, order, needed)
         weight_of = weights.flatten()[order.pairs].unsqueeze(1)
         with torch.autocast("cpu", enabled=False):
@@ -222,7 +222,7 @@ class _Gradients:
         self,
         rows: torch.Tensor,
         weights: torch.Tensor,
-        matrices: Matrices,
+        matrices: ExpertMatrices,
         order: _Order,
         needed: tuple[bool, ...],
     ) -> None:
@@ -291,7 +291,7 @@ class _Gradients:
         torch.mm(pair[0].T, pair[1], out=out)
 
     def results(self) -> Iterator[torch.Tensor | None]:
-        """Yield the gradients of rows, weights, and the four fields of `Matrices`."""
+        """Yield the gradients of rows, weights, and the four fields of `ExpertMatrices`."""
         yield None if self._rows is None else self._rows.to(self._dtypes[0])
         if self._weights is None:
             yield None
@@ -303,7 +303,7 @@ class _Gradients:
 
 
 def run_packed(
-    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, matrices: Matrices, activation: Activation
+    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices, activation: Activation
 ) -> torch.Tensor:
     """Compute the weighted sums of the results of each row's experts.
 

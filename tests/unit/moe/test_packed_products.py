@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.moe import expert_parallel
 from deepspeed.moe.expert_parallel import ExpertLocation, become_parallel
 from deepspeed.moe.packed_layout import computes, is_swiglu
-from deepspeed.moe.packed_products import Activation, Matrices, SwiGLU, run_packed, swiglu
+from deepspeed.moe.packed_products import Activation, ExpertMatrices, SwiGLU, run_packed, swiglu
 from deepspeed.moe.structure import ExpertStructure, find_experts, tried
 
 COUNT, WIDTH, INNER, ROWS, CHOICES = 5, 12, 8, 23, 3
@@ -70,7 +70,7 @@ def one_by_one(kind: str, leaves: list[torch.Tensor], index: torch.Tensor) -> to
 def packed(kind: str, leaves: list[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
     rows, weights, up, down, *biases = leaves
     up_bias, down_bias = biases or (None, None)
-    matrices = Matrices(up, down, up_bias, down_bias, KINDS[kind][1])
+    matrices = ExpertMatrices(up, down, up_bias, down_bias, KINDS[kind][1])
     return run_packed(rows, index, weights, matrices, KINDS[kind][0]())
 
 
