@@ -19,11 +19,13 @@ from torch import nn
 from deepspeed.errors import ExpertParallelError
 from deepspeed.foundation.equivalence import largest_value, relative_difference, tolerance
 from deepspeed.foundation.fake_mode import Replaceable
-from deepspeed.foundation.log import describe_error
-from deepspeed.moe.calls import FORMS, Blocks, CallForm, read_call, signature_of
+from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.moe.calls import FORMS, Blocks, CallForm, Choices, read_call, signature_of
 from deepspeed.moe.experts import Experts, sum_rows
+from deepspeed.moe.packed_layout import ALL_ZERO, NO_MATRICES, PackedLayout, recognize
+from deepspeed.moe.packed_products import MULTIPLE
+from deepspeed.tensor_parallel.packed_experts import PackedParallel
 
-ROWS = 8
 comparison: Replaceable[Callable[[torch.Tensor, torch.Tensor], float]] = Replaceable(relative_difference)
 
 
@@ -37,6 +39,7 @@ class ExpertStructure:
         children: names of the child modules that are experts, in order; empty if the experts are packed.
         forms: candidate forms of calls; exactly one after `tried`.
         width: last dim of a result; 0 before `tried`.
+        layout: how `packed_products` computes the experts; None if the module's own forward does, and before `tried`.
     """
 
     groups: tuple[int, ...]
@@ -44,6 +47,7 @@ class ExpertStructure:
     children: tuple[str, ...]
     forms: tuple[CallForm, ...]
     width: int = 0
+    layout: PackedLayout | None = None
 
     @property
     def count(self) -> int:
@@ -182,13 +186,9 @@ def run_pairs(
 
 
 def _padding(index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the experts of the rows of weight 0 to add, so that each expert with rows has a multiple of `ROWS`.
-
-    On CPUs, other kernels compute the last rows of a matrix product, and products of few rows, and round differently:
-    without padding, a token's result would depend on the number of other tokens that have chosen its expert.
-    """
+    """Return the experts of the rows of weight 0 to add, so that each expert with rows has a multiple of `MULTIPLE`."""
     sizes = torch.bincount(index, minlength=count)
-    return torch.arange(count).repeat_interleave(-sizes % ROWS)
+    return torch.arange(count).repeat_interleave(-sizes % MULTIPLE)
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
@@ -208,12 +208,35 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
             attempt = replace(structure, forms=(form,))
             width, why = _difference(module, attempt, ep)
             if not why:
-                return replace(attempt, width=width), ""
+                return replace(attempt, width=width, layout=_layout(module, attempt)), ""
             reason = reason or why
     finally:
         for inner in training:
             inner.training = True
     return structure, reason
+
+
+def _layout(module: nn.Module, structure: ExpertStructure) -> PackedLayout | None:
+    """Return how `packed_products` can compute the experts of a module; None if it cannot."""
+    form, count = structure.forms[0], structure.count
+    if type(form) is not Choices or structure.children or isinstance(module, PackedParallel):
+        return None
+    params = {name: param.detach() for name, param in module.named_parameters()}
+
+    def run(
+        params: dict[str, torch.Tensor], rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        def forward(*args: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(module, params, args)
+
+        return form.run(forward, rows, index, weights, count)
+
+    layout, reason = recognize(module, run, params, comparison.current)
+    if reason == ALL_ZERO:
+        layout, reason = recognize(module, run, _drawn(params), comparison.current)
+    if reason and reason != NO_MATRICES:
+        log_rank0(f"experts ({type(module).__name__}) run through their own forward: {reason}")
+    return layout
 
 
 def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
