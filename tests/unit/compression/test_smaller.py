@@ -26,8 +26,8 @@ def toy(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "eos_token_id": 2}  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+                             "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2}  # fmt: skip
     LlamaForCausalLM(LlamaConfig(vocab_size=len(byte_tokenizer(folder)), **sizes)).save_pretrained(folder)
     return folder
 
