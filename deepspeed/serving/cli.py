@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 after a shutdown by a signal; 1 if the engine could not start or has ended; 2 for wrong arguments or a missing
-        package.
+        package; 130 for Ctrl-C while the model is being loaded.
     """
     try:
         options = parse(arguments)
@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(serve(options))
+    except KeyboardInterrupt:  # later signals end the answers first
+        print("ds_serve: stopped while the model was being loaded", file=sys.stderr)
+        return 130
     except (DeepSpeedError, OSError, ValueError) as error:  # errors of Transformers for missing models
         print(f"ds_serve: {error}", file=sys.stderr)
         return 1
@@ -74,6 +77,7 @@ async def serve(options: ServeOptions) -> int:
 
     say_untested()
     listening = _bound(options.host, options.port)  # report invalid options before the model is loaded
+    logger.info("ds_serve: loading %s", options.engine.model)
     metrics, ended = Metrics(options.name), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())

@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     given = parser.parse_args()
+    if (given.folder / "adapter_config.json").exists() and not (given.folder / "config.json").exists():
+        raise SystemExit(f"{given.folder}: adapters alone; PEFT's merge_and_unload adds them to a model (docs/sft.md)")
     if not (given.folder / "config.json").exists():
         raise SystemExit(f"{given.folder}: no folder of a model (docs/trained-model.md makes one)")
     tokenizer = AutoTokenizer.from_pretrained(given.folder)

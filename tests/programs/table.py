@@ -137,7 +137,7 @@ PROGRAMS = [
             "trains, then gathers losses over the GPUs that it counts, of which there are none",
             json="config/ds_config.json"),
     Program("compression: CIFAR-10", "compression/cifar",
-            "train.py --deepspeed_config config/ds_config.json --deepspeed --batch-norm --epochs 1", ranks=1, steps=2,
+            "train.py --deepspeed_config config/ds_config.json --deepspeed --batch-norm --epochs 1", ranks=1, steps=4,
             json="config/ds_config.json"),
     Program("compression: CIFAR-10, channels pruned", "compression/cifar",
             "train.py --deepspeed_config config/ds_config_channel_prune.json --deepspeed --epochs 1 --compression "
