@@ -169,7 +169,7 @@ def test_blocks_of_a_model_with_a_split_vocabulary(workers: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # OPT is refused over split sequences
 def test_models_with_a_split_sequence(workers: Any, name: str, stage: int, backend: str) -> None:
     workers(RANKS).run(model_cell, name, {"sequence_parallel_size": 2}, stage, backend, timeout=300)
 
