@@ -29,7 +29,7 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.calls import read_call, values_of
 from deepspeed.moe.exchange import Routing, combine, dispatch, expert_choices
-from deepspeed.moe.packed_layout import computes, is_swiglu
+from deepspeed.moe.packed_layout import computes
 from deepspeed.moe.packed_products import run_packed
 from deepspeed.moe.structure import ExpertStructure, RemoteExpert, counting, find_experts, run_pairs, tried
 from deepspeed.tensor_parallel.layers import cut_tensor
@@ -71,7 +71,6 @@ class DividedExperts(nn.Module):
     structure: ExpertStructure
     places: tuple[torch.Tensor, torch.Tensor]  # of each expert, and of none at the end: its rank, its number there
     first_local: int  # the number of an expert of this rank
-    has_swiglu: bool  # between the two products of packed experts
 
     @opaque  # numbers of rows depend on values: torch.compile would compile pieces of it again and again
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -93,7 +92,7 @@ class DividedExperts(nn.Module):
         structure, ep, layout = self.structure, self.location.axis.size, self.structure.layout
         if layout is not None and computes(self, rows.device):
             matrices = layout.matrices(functools.partial(getattr, self))
-            return run_packed(rows, chosen, weights, matrices, layout.activation(self, self.has_swiglu))
+            return run_packed(rows, chosen, weights, matrices, layout.activation(self))
         with counting(self, structure, ep):
             if rows.shape[0]:
                 return run_pairs(structure, forward, rows, chosen, weights, ep)
@@ -261,7 +260,6 @@ def become_parallel(
     ranks = torch.tensor(location.order)[owner]
     none = torch.tensor([-1])
     experts.places = torch.cat([ranks, none]), torch.cat([local, none])
-    experts.has_swiglu = structure.layout is not None and is_swiglu(structure.layout.function(module))
     experts.first_local = int(local[owner == part][0])
     for each in dict.fromkeys((module, *(adapter.owner for adapter in adapted))):
         each.register_state_dict_post_hook(functools.partial(_whole_state, module))

@@ -1,15 +1,17 @@
-"""Recognition of packed experts that `packed_products` can compute: by their structure, and by their values on random
-rows.
+"""Recognition of packed experts that `packed_products` can compute: those whose code Transformers replaces by its own
+grouped products.
 
-The structure is that of Transformers' experts: a parameter `gate_up_proj` or `up_proj` with the first matrices of all
-experts, a parameter `down_proj` with the second ones, perhaps biases of both, and between the products the method
-`_apply_gate`, or the activation function `act_fn`, with or without a gate.
+Transformers decorates its classes of experts (`use_experts_implementation`). Where a model has the implementation
+"grouped_mm", as by default, it runs `grouped_mm_experts_forward` in place of the class's forward: products of the
+parameters `gate_up_proj` or `up_proj` and `down_proj`, perhaps with biases, and between them the method `_apply_gate`
+or the activation function `act_fn`. `run_packed` computes the same with the same members, so nothing that a class or
+an object changes is passed over. A comparison on random rows is a second net.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +22,12 @@ from torch import nn
 from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.fake_mode import of_device
 from deepspeed.foundation.log import describe_error
-from deepspeed.moe.packed_products import Activation, ExpertMatrices, SwiGLU, run_packed, swiglu
+from deepspeed.moe.packed_products import Activation, ExpertMatrices, SwiGLU, run_packed
 
 UPS, DOWN, BIAS = ("gate_up_proj", "up_proj"), "down_proj", "_bias"
 GATE, FUNCTION = "_apply_gate", "act_fn"
-IMPLEMENTATIONS = (None, "eager", "grouped_mm")
-"""Values of `config._experts_implementation` that say nothing but the formula; others are run as they are."""
+GROUPED = "grouped_mm"
+_SILU = {"torch.nn.modules.activation": "SiLU", "transformers.activations": "SiLUActivation"}  # classes by module
 SIZES = (1.0, 30.0, 1000.0)  # of the rows of a test: large ones reveal limits on values
 TRIED = 3  # experts that a test runs
 NO_MATRICES = "its parameters are not the first and second matrices of all experts"
@@ -42,7 +44,7 @@ class PackedLayout:
         up: name of the parameter with the first matrices.
         biases: names of the biases of the first and second matrices; "": none.
         transposed: whether matrices are (inputs, outputs).
-        gated: whether the first product is twice as wide as the inputs of the second.
+        gated: whether the first product is twice as wide as the inputs of the second, and `_apply_gate` follows.
         inner: attribute of the module with the function between the products.
     """
 
@@ -64,43 +66,79 @@ class PackedLayout:
 
     def function(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function between the products of `module`, from (P, F') to (P, F)."""
-        inner = getattr(module, self.inner)
-        if self.inner == GATE or not self.gated:
-            return inner
+        return getattr(module, self.inner)
 
-        def gated(hidden: torch.Tensor) -> torch.Tensor:
-            gate, up = hidden.chunk(2, -1)
-            return inner(gate) * up
-
-        return gated
-
-    def activation(self, module: nn.Module, swiglu: bool) -> Activation:
-        """Return what `module` has between the products; `swiglu`: see `is_swiglu`."""
-        return SwiGLU() if swiglu else Activation(self.function(module))
+    def activation(self, module: nn.Module) -> Activation:
+        """Return what `module` has between the products now."""
+        if self.inner == GATE and _has_swiglu(module):
+            return SwiGLU()
+        return Activation(self.function(module), module)
 
 
 def computes(module: nn.Module, device: torch.device) -> bool:
     """Return whether `run_packed` may take the place of a module's forward now, for rows on `device`.
 
-    It is for CPUs. Not if somebody has hooks on the activation function, or if a model of Transformers has chosen an
-    implementation of experts that is more than the formula. Under autocast, "eager" computes in the narrow dtype, and
-    "grouped_mm" in that of the parameters, as `run_packed` does.
+    It is for CPUs, where Transformers would run its grouped products in place of the class's code, and nobody has hooks
+    on the activation function or on all modules.
     """
-    if device.type != "cpu" or of_device():
-        return False
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if chosen not in IMPLEMENTATIONS or chosen != "grouped_mm" and torch.is_autocast_enabled("cpu"):
+    if device.type != "cpu" or of_device() or not runs_grouped(module):
         return False
     function = module._modules.get(FUNCTION)
-    return function is None or all(
-        map(_is_instrument, (*function._forward_hooks.values(), *function._forward_pre_hooks.values()))
-    )
+    hooks = [] if function is None else [hook for inner in function.modules() for hook in _hooks(vars(inner), "_")]
+    return all(map(_is_instrument, (*hooks, *_hooks(dict(vars(torch.nn.modules.module)), "_global_"))))
+
+
+def _hooks(members: dict[str, Any], prefix: str) -> Iterator[Any]:
+    """Yield the hooks of a module, or of all modules, by the members that have them."""
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+        yield from members.get(prefix + kind, {}).values()
 
 
 def _is_instrument(hook: Any) -> bool:
     """Return whether a hook only looks on, as those of this package."""
     origin = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return getattr(hook, "transparent", origin.startswith("deepspeed."))
+
+
+def runs_grouped(module: nn.Module, chosen: bool = True) -> bool:
+    """Return whether Transformers runs its own grouped products in place of the forward of a module's class.
+
+    Args:
+        module: the module; classes of this package above its own are passed over.
+        chosen: False asks whether it would, if the model's configuration chose them.
+    """
+    transformers_moe = sys.modules.get("transformers.integrations.moe")
+    if transformers_moe is None or chosen and _implementation(module) != GROUPED:
+        return False
+    kinds = (kind for kind in type(module).__mro__ if not kind.__module__.startswith("deepspeed."))
+    forward = next((vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)), None)
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_filename != transformers_moe.__file__ or "experts_interface" not in code.co_freevars:
+        return False
+    cells: Any = getattr(forward, "__closure__", ())
+    interface = cells[code.co_freevars.index("experts_interface")].cell_contents
+    return (
+        interface.get(GROUPED) is getattr(transformers_moe, "grouped_mm_experts_forward", None)
+        and getattr(module, "has_post_expert_norm", False) is False
+        and getattr(module, "_is_expert_parallel", False) is False
+    )
+
+
+def _implementation(module: nn.Module) -> Any:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _has_swiglu(module: nn.Module) -> bool:
+    """Return whether silu(gate) × up is between the products, by Transformers' own gate and a SiLU."""
+    usual = getattr(sys.modules.get("transformers.integrations.moe"), "_default_apply_gate", None)
+    function = getattr(module, FUNCTION, None)
+    return (
+        usual is not None
+        and getattr(getattr(module, GATE), "__func__", None) is usual
+        and getattr(module, "is_concatenated", False) is True
+        and _SILU.get(type(function).__module__) == type(function).__name__
+        and "forward" not in vars(function)
+    )
 
 
 def recognize(
@@ -117,40 +155,37 @@ def recognize(
     Returns:
         The layout and "", or None and the reason.
     """
-    candidates, reason = list(_candidates(module, params)), NO_MATRICES
-    if candidates and (list(module.buffers()) or any(key != FUNCTION for key, _ in module.named_children())):
+    if not runs_grouped(module, chosen=False) or (layout := _candidate(module, params)) is None:
+        return None, NO_MATRICES
+    if list(module.buffers()) or any(key != FUNCTION for key, _ in module.named_children()):
         return None, f"it has buffers or other modules than {FUNCTION}"
-    for layout in candidates:
-        reason = ""
-        for training in (False, True):  # dropout is no part of the formula
-            with _mode(module, training):
-                reason = reason or _unlike(module, layout, run, params, compare)
-        if reason in ("", ALL_ZERO):
-            return None if reason else layout, reason
-    return None, reason
+    reason = ""
+    for training in (False, True):  # dropout is no part of the formula
+        with _mode(module, training):
+            reason = reason or _unlike(module, layout, run, params, compare)
+    return None if reason else layout, reason
 
 
-def _candidates(module: nn.Module, params: dict[str, torch.Tensor]) -> Iterator[PackedLayout]:
-    """Yield the layouts that suit the names and shapes of a module's parameters."""
-    up = next((name for name in UPS if name in params), "")
-    biases = [name + BIAS if name + BIAS in params else "" for name in (up, DOWN)]
+def _candidate(module: nn.Module, params: dict[str, torch.Tensor]) -> PackedLayout | None:
+    """Return the layout that a decorated module of Transformers names, if its parameters have such shapes."""
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    up = UPS[0] if gated else UPS[1]
+    biases = (up + BIAS, DOWN + BIAS) if module.has_bias else ("", "")
     names = {name for name in (up, DOWN, *biases) if name}
-    if not up or set(params) != names or any(params[name].dim() != 3 for name in (up, DOWN) if name in params):
-        return
+    if set(params) != names or any(params[name].dim() != 3 for name in (up, DOWN)) or params[DOWN].is_meta:
+        return None
     if len({(param.dtype, param.shape[0], param.device) for param in params.values()}) > 1:
-        return
-    for transposed, inner in itertools.product((False, True), (GATE, FUNCTION)):
-        first, second = params[up], params[DOWN]
-        if not transposed:
-            first, second = first.transpose(1, 2), second.transpose(1, 2)
-        (width, outer), (inputs, outputs) = first.shape[1:], second.shape[1:]
-        if outer not in (inputs, 2 * inputs) or outputs != width or not callable(getattr(module, inner, None)):
-            continue
-        if inner == GATE and outer == inputs or params[DOWN].is_meta:
-            continue
-        wide = {name: tensor.shape[1] for name, tensor in zip(biases, (first.mT, second.mT), strict=True) if name}
-        if width and all(params[name].shape[1:] == (size,) for name, size in wide.items()):
-            yield PackedLayout(up, (biases[0], biases[1]), transposed, outer != inputs, inner)
+        return None
+    first, second = params[up], params[DOWN]
+    if not transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    (width, outer), (inputs, outputs) = first.shape[1:], second.shape[1:]
+    if outer != (2 * inputs if gated else inputs) or outputs != width or not width:
+        return None
+    wide = {name: tensor.shape[1] for name, tensor in zip(biases, (first.mT, second.mT), strict=True) if name}
+    if any(params[name].shape[1:] != (size,) for name, size in wide.items()):
+        return None
+    return PackedLayout(up, biases, transposed, gated, GATE if gated else FUNCTION)
 
 
 @contextlib.contextmanager
@@ -205,21 +240,3 @@ def _with_gradients(function: Forward, rows: torch.Tensor, weights: torch.Tensor
         inputs = rows.detach().requires_grad_(), weights.detach().requires_grad_()
         out = function(*inputs)
         return out.detach(), *torch.autograd.grad(out.square().sum(), inputs)
-
-
-def is_swiglu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Return whether a function of (P, 2 F) tensors and its gradient are those of `swiglu`, also in fp64."""
-    factor = torch.linspace(0.5, 1.5, 32, dtype=torch.float64)
-    for size in (0.5, 5.0, 50.0, 2000.0):
-        hidden = (size * torch.linspace(-40, 40, 4 * 64, dtype=torch.float64).sin()).view(4, 64).requires_grad_()
-        try:
-            with torch.enable_grad():
-                values = [each(hidden) for each in (function, swiglu)]
-                gradients = [torch.autograd.grad((value * factor).sum(), hidden)[0] for value in values]
-        except (RuntimeError, TypeError, NotImplementedError):
-            return False
-        if any(tensor.dtype != torch.float64 for tensor in values):
-            return False
-        if any(not torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in (values, gradients)):
-            return False
-    return True

@@ -9,11 +9,13 @@ Backward recomputes everything but the first products. All operations are torch'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 MULTIPLE = 8
@@ -53,10 +55,13 @@ class Activation:
 
     Args:
         function: maps (P, F') results of the first product to (P, F) inputs of the second.
+        module: module whose mode, training or evaluation, the function may read: backward calls it in the mode that
+            the module has now. None: the function reads none.
     """
 
-    def __init__(self, function: Inner) -> None:
-        self._function = function
+    def __init__(self, function: Inner, module: nn.Module | None = None) -> None:
+        self._function, self._module = function, module
+        self._training = module is not None and module.training
 
     def run(self, hidden: torch.Tensor, work: Workspace) -> torch.Tensor:
         """Return the (P, F) values for (P, F') `hidden`."""
@@ -65,10 +70,22 @@ class Activation:
     def replay(self, hidden: torch.Tensor, work: Workspace) -> tuple[torch.Tensor, Backward]:
         """Return the (P, F) values for (P, F') `hidden`, and a function from their gradient, which it may overwrite, to
         that of `hidden`."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self._mode():
             hidden = hidden.detach().requires_grad_()
             values = self._function(hidden)
         return values.detach(), lambda gradient: torch.autograd.grad(values, hidden, gradient)[0]
+
+    @contextmanager
+    def _mode(self) -> Generator[None]:
+        changed = [] if self._module is None or self._module.training == self._training else [*self._module.modules()]
+        before = [inner.training for inner in changed]
+        for inner in changed:
+            inner.training = self._training
+        try:
+            yield
+        finally:
+            for inner, training in zip(changed, before, strict=True):
+                inner.training = training
 
 
 class SwiGLU(Activation):

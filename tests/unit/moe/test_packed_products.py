@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed.moe import expert_parallel
 from deepspeed.moe.expert_parallel import ExpertLocation, become_parallel
-from deepspeed.moe.packed_layout import computes, is_swiglu
+from deepspeed.moe.packed_layout import computes, runs_grouped
 from deepspeed.moe.packed_products import Activation, ExpertMatrices, SwiGLU, run_packed, swiglu
 from deepspeed.moe.structure import ExpertStructure, find_experts, tried
 
@@ -155,63 +155,10 @@ def test_under_autocast_products_have_the_dtype_of_the_parameters() -> None:
 # -- recognition ------------------------------------------------------------------------------------------------------
 
 
-class Gated(nn.Module):
-    """Packed experts of a user's own, without Transformers."""
-
-    limit = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts, self.act_fn, generator = 4, nn.SiLU(), torch.Generator().manual_seed(0)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * INNER, WIDTH, generator=generator))
-        self.down_proj = nn.Parameter(torch.randn(4, WIDTH, INNER, generator=generator))
-
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.act_fn(gate) * up
-
-    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(hidden)
-        for expert in index.unique().tolist():
-            row, choice = (index == expert).nonzero(as_tuple=True)
-            inner = self.inner(*(hidden[row] @ self.gate_up_proj[expert].T).chunk(2, -1))
-            out = out.index_add(0, row, inner @ self.down_proj[expert].T * weights[row, choice, None])
-        return out
-
-
-class Limited(Gated):
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.act_fn(gate) * up.clamp(-100, 100)  # seen in large rows only
-
-
-class Dropping(Gated):
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.act_fn(gate) * up, 0.5, self.training)  # in training only
-
-
-class Detached(Gated):
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.act_fn(gate.detach()) * up  # in gradients only
-
-
 def structure_of(module: nn.Module) -> ExpertStructure:
     structure, why = tried(module, next(find_experts(module))[2], 2)
     assert not why
     return structure
-
-
-def test_experts_of_a_user_are_recognized_by_what_they_compute() -> None:
-    module = Gated()
-    layout = structure_of(module).layout
-    assert layout is not None and layout.inner == "act_fn" and is_swiglu(layout.function(module))
-    for kind in (Limited, Dropping, Detached):
-        assert structure_of(kind()).layout is None
-    zeros = Gated()
-    nn.init.zeros_(zeros.down_proj)
-    assert structure_of(zeros).layout == layout
-    for kind in (Limited, Dropping, Detached):
-        other = kind().eval()
-        nn.init.zeros_(other.down_proj)
-        assert structure_of(other).layout is None and not any(inner.training for inner in other.modules())
 
 
 def transformers_experts(family: str, implementation: str = "grouped_mm") -> nn.Module:
@@ -231,13 +178,41 @@ def transformers_experts(family: str, implementation: str = "grouped_mm") -> nn.
 def test_experts_of_transformers_are_recognized(family: str, inner: str, quick: bool) -> None:
     module = transformers_experts(family)
     layout = structure_of(module).layout
-    assert layout is not None and layout.inner == inner
-    assert (layout.gated and is_swiglu(layout.function(module))) is quick
+    assert layout is not None and layout.inner == inner and runs_grouped(module)
+    assert (type(layout.activation(module)) is SwiGLU) is quick
+
+
+def scaled(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return 2 * type(self).__mro__[1].forward(self, hidden, index, weights)
+
+
+def test_only_code_that_transformers_replaces_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that overrides forward, one whose forward is patched, and an interface of another's."""
+    module: Any = transformers_experts("Mixtral")
+    kind = type(module)
+    assert runs_grouped(module)
+    module.__class__ = type("Scaled", (kind,), {"forward": scaled})
+    assert not runs_grouped(module) and structure_of(module).layout is None
+    module.__class__ = kind
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", scaled)
+        assert not runs_grouped(module)
+    from transformers.integrations import moe
+
+    with monkeypatch.context() as patch:
+        patch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", scaled)
+        assert not runs_grouped(module)
+    assert runs_grouped(module)
+
+
+class Doubling(nn.Module):
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        return 2 * gate if self.training else gate
 
 
 @pytest.mark.usefixtures("without_group")
-def test_what_a_user_asks_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An implementation of experts that is more than the formula, and hooks on the activation function."""
+def test_what_a_user_changes_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Implementations of experts, hooks, another activation function, another gate, the mode of training."""
     from deepspeed.comm.fake_world import fake_ranks
     from deepspeed.comm.process_groups.axis import world_axis
 
@@ -245,21 +220,54 @@ def test_what_a_user_asks_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_ranks(0, 1):
         structure = structure_of(module)
         become_parallel(module, ExpertLocation(world_axis("ep"), "experts", structure.count, [0]), structure)
-        called, runs = list[torch.Size](), list[int]()
+        called, runs = list[Any](), list[int]()
         monkeypatch.setattr(expert_parallel, "run_packed", lambda *args: runs.append(1) or run_packed(*args))
         hidden = torch.randn(7, module.hidden_dim)
         index = torch.arange(14).view(7, 2) % structure.count
         weights = torch.rand(7, 2)
-        ours = module(hidden, index, weights)
-        handle = module.act_fn.register_forward_hook(lambda _module, _args, out: called.append(out.shape))
-        theirs = module(hidden, index, weights)
-        assert called and len(runs) == 1
-        torch.testing.assert_close(ours, theirs)
+
+        def both() -> None:
+            """Ours, and Transformers' own products of the same module."""
+            before = len(runs)
+            rows = [hidden.clone().requires_grad_() for _ in range(2)]
+            outs = [module(rows[0], index, weights)]
+            with monkeypatch.context() as patch:
+                patch.setattr(expert_parallel, "computes", lambda *_: False)
+                outs.append(module(rows[1], index, weights))
+            assert len(runs) == before + 1
+            torch.testing.assert_close(*outs)
+            torch.testing.assert_close(
+                *(torch.autograd.grad(out.sum(), row)[0] for out, row in zip(outs, rows, strict=True))
+            )
+
+        both()
+        for register in ("register_forward_hook", "register_full_backward_hook"):
+            handle = getattr(module.act_fn, register)(lambda *args: called.append(args) or None)
+            before = len(runs)
+            module(hidden.clone().requires_grad_(), index, weights).sum().backward()
+            assert called and len(runs) == before
+            called.clear()
+            handle.remove()
+        handle = nn.modules.module.register_module_forward_hook(lambda *args: called.append(args) or None)
+        assert not computes(module, hidden.device)
         handle.remove()
         assert computes(module, hidden.device)
-        for chosen, ours_runs in [("batched_mm", False), ("eager", True), ("grouped_mm", True)]:
+        module.act_fn = nn.GELU()
+        both()
+        module.act_fn = Doubling()
+        for training in (True, False):
+            module.train(training)
+            both()
+        module.train()
+        rows = [hidden.clone().requires_grad_() for _ in range(2)]
+        for row, training in zip(rows, (True, False), strict=True):
+            out = module.train()(row, index, weights)
+            module.train(training)
+            out.sum().backward()
+        assert torch.equal(rows[0].grad, rows[1].grad)  # type: ignore[arg-type]
+        module._apply_gate = lambda hidden: hidden.chunk(2, -1)[0].clamp(max=0.1)
+        both()
+        for chosen, ours_runs in [("batched_mm", False), ("eager", False), (None, False), ("grouped_mm", True)]:
             module.config._experts_implementation = chosen
             assert computes(module, hidden.device) is ours_runs
-            with torch.autocast("cpu", torch.bfloat16):
-                assert computes(module, hidden.device) is (chosen == "grouped_mm")
         assert not computes(module, torch.device("meta"))
