@@ -28,18 +28,24 @@ from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.packed_decoder import PackedDecoder
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
-from deepspeed.inference.quantization.float8 import inputs_as_they_are
+from deepspeed.inference.quantization.float8 import Float8Linear, inputs_as_they_are, scaled_rows
 from deepspeed.moe.expert_parallel import is_divided
 from deepspeed.moe.structure import find_experts
 from deepspeed.native import library
+from deepspeed.ops.triton.products import rounded_rows
 from deepspeed.tensor_parallel.layers import axis_of_slices
 
 PROBE_PAGE = 2
-# Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress.
-PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
+# Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress, one and two
+# rows, and 22 rows that are computed again: kernels of matrix products depend on the number of rows.
+PROBE = (
+    ((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)),
+    ((1, 7, 8),), ((2, 3, 4), (1, 8, 9)), ((0, 0, 10), (1, 0, 10), (2, 0, 2)),
+)  # fmt: skip
 FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
 INVARIANT_ROWS = 128  # rows of a product where rows are not to depend on their number
+ROUNDED = 40  # rows whose rounding to e4m3 is compared
 FLOAT8_NOISIEST = 0.5  # where inputs are rounded to e4m3, by another order of sums to another number now and then
 MIXED_NUDGES, MIXED_NOISIEST = 4, 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
 
@@ -369,7 +375,14 @@ def _tried(executor: Any, probe: Callable[[Any], str | None], page: int) -> str 
 
 
 def _probe_rounded(executor: PackedDecoder) -> str | None:
-    """Compare logits as `_probe` where inputs of matrices in fp8 are rounded, here and in the modules."""
+    """Compare the rounding of inputs of matrices in fp8 with the modules', and then logits as `_probe`."""
+    for width in sorted({part.values.shape[1] for part in executor.model.modules() if isinstance(part, Float8Linear)}):
+        rows = torch.randn(ROUNDED, width, generator=torch.Generator().manual_seed(width))
+        rows = (rows * torch.logspace(-4, 4, ROUNDED)[:, None]).to(device_of(executor.model), torch.bfloat16)
+        (ours, scales), (theirs, right) = rounded_rows(executor.kernels, rows), scaled_rows(rows)
+        near = torch.isclose(ours.float(), theirs.float(), rtol=2.0**-3, atol=2.0**-9)  # a step of e4m3
+        if not (bool(near.all()) and torch.allclose(scales, right, rtol=1e-5, atol=0.0)):
+            return f"rows of {width} inputs are rounded to other numbers of e4m3 than by its modules"
     sequences = _sequences(executor.model)
     with inputs_as_they_are(False):
         wanted = [_alone(executor.model, tokens) for tokens in sequences]

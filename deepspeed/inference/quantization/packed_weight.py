@@ -17,6 +17,7 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # fractions of a group's range: clipping
 _FAST_GROUPS = (32, 64, 128, 256)
 # Maximum rows for which torch's packed product is faster than unpacking and a plain product (measured).
 _FAST_ROWS = {8: 8, 4: 16}
+_ALIGNED = 64  # bytes at whose multiples inputs of torch's packed products begin
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ class PackedWeight(nn.Module):
         if fast is None:
             return F.linear(inputs, self.dense().to(inputs.dtype), bias)
         flat = inputs.reshape(count, self.shape[1]).contiguous()
+        if flat.data_ptr() % _ALIGNED:  # torch's product in 8 bits ends the process with a segmentation fault
+            flat = flat.clone()
         if self.form.num_bits == 8:
             outputs = torch._weight_int8pack_mm(flat, *fast)
         else:

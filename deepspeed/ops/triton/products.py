@@ -6,6 +6,8 @@ of 16 rows. A row's bits depend on itself and on the kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from deepspeed.errors import ArgumentError
@@ -28,7 +30,7 @@ def packed_product(
     kernels: Kernels,
     inputs: torch.Tensor,
     form: str,
-    parts: tuple[torch.Tensor, ...],
+    parts: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
@@ -63,12 +65,13 @@ def packed_product(
     if few is not None and width % 16 == 0:
         return _few_rows(kernels, few, inputs, parts, bias)
     variant = product_variant(inputs.dtype, form, len(inputs))
+    inputs, *parts = map(aligned, (inputs, *parts))
     out = inputs.new_empty(len(inputs), outputs)
     step = () if form == INT4 else (int(scales.numel() > 1),)
     numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, *step, int(bias is not None))
     blocks = variant.constants["BLOCK_ROWS"] * variant.constants["TILES"], variant.constants["BLOCK_OUT"]
     grid = (-(-len(inputs) // blocks[0]), -(-outputs // blocks[1]), 1)
-    kernels.launch(variant, grid, (inputs, *parts, inputs if bias is None else bias, out, *numbers))
+    kernels.launch(variant, grid, (inputs, *parts, inputs if bias is None else aligned(bias), out, *numbers))
     return out
 
 
@@ -92,23 +95,30 @@ def dense_product(
     return _few_rows(kernels, variant, inputs, (weight,), bias)
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at an address for which kernels are compiled: itself, or a copy."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _few_rows(
     kernels: Kernels,
     variant: KernelVariant,
     inputs: torch.Tensor,
-    parts: tuple[torch.Tensor, ...],
+    parts: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the product of few rows; `parts`: as in `packed_product`, or the matrix itself."""
     if inputs.stride(1) != 1 or inputs.stride(0) % 16:
         inputs = inputs.contiguous()
+    row = inputs.stride(0) if len(inputs) > 1 else inputs.shape[1]  # one row may have any stride
+    inputs, *parts = map(aligned, (inputs, *parts))
     outputs, out = len(parts[0]), inputs.new_empty(len(inputs), len(parts[0]))
     tensors = (inputs, *(*parts, parts[0], parts[0])[:3])  # what a form lacks is not read
     step = int(len(parts) > 1 and parts[1].numel() > 1)
-    numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, inputs.shape[1], step, int(bias is not None))
+    numbers = (row, out.stride(0), len(inputs), outputs, inputs.shape[1], step, int(bias is not None))
     sizes = variant.constants
     grid = (-(-len(inputs) // sizes["ROWS"]), -(-outputs // sizes["BLOCK_OUT"]), 1)
-    kernels.launch(variant, grid, (*tensors, inputs if bias is None else bias, out, *numbers))
+    kernels.launch(variant, grid, (*tensors, inputs if bias is None else aligned(bias), out, *numbers))
     return out
 
 

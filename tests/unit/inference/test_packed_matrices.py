@@ -130,20 +130,81 @@ def test_a_scaled_product_has_the_bits_of_the_module() -> None:
     assert "byte_product" in kernels.launches[-1][0]
 
 
-def test_a_rounding_kernel_that_is_wrong_is_not_used(kernels: Any) -> None:
+def late_rows(values: torch.Tensor, scales: torch.Tensor) -> None:
+    scales[10:].mul_(100)
+
+
+def last_columns(values: torch.Tensor, scales: torch.Tensor) -> None:
+    values[:, -16:] = 0
+
+
+@pytest.mark.parametrize("plant", [lambda _, scales: scales.mul_(0.5), late_rows, last_columns])
+def test_a_rounding_kernel_that_is_wrong_is_not_used(kernels: Any, plant: Any) -> None:
     real = ReferenceKernels.launch
 
     def launch(self: Any, variant: Any, grid: Any, arguments: Any) -> None:
         real(self, variant, grid, arguments)
         if variant.kernel == "round_rows":
-            arguments[2].mul_(3)
+            plant(*arguments[1:3])
 
     with (
         mock.patch.object(float8, "has_scaled_product", lambda device: True),
         mock.patch.object(ReferenceKernels, "launch", launch),
     ):
         generator = Generator(model_in("fp8", torch.bfloat16), cache_bytes=1 << 18)
-    assert "logits of mixed rows" in generator._executor.unfused and generator._executor.ways
+    assert "rounded to other numbers" in generator._executor.unfused and generator._executor.ways
+
+
+@pytest.mark.parametrize("form", [None, *PACK])
+def test_the_start_runs_the_product_of_one_row(kernels: Any, form: str | None) -> None:
+    real = ReferenceKernels.launch
+
+    def launch(self: Any, variant: Any, grid: Any, arguments: Any) -> None:
+        real(self, variant, grid, arguments)
+        if variant.kernel == "gemv" and variant.constants["ROWS"] == 1:
+            arguments[5].mul_(-3)
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    model = llama(**sizes).bfloat16() if form is None else model_in(form, torch.bfloat16)
+    with mock.patch.object(ReferenceKernels, "launch", launch):
+        generator = Generator(model, cache_bytes=1 << 18)
+    assert "logits of mixed rows" in generator._executor.unfused
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("form", [None, *PACK])
+def test_kernels_get_addresses_that_they_are_compiled_for(form: str | None, rows: int) -> None:
+    """A bias and inputs that begin in the middle of 16 bytes, and one row of a wider matrix."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(33).bfloat16()[1:]
+    inputs = torch.randn(rows * 70 + 1).bfloat16()[1:].view(rows, 70)[:, :64]
+    if form is None:
+        matrix, wanted = (
+            device_matrices.DenseMatrix(weight, bias, (32,)),
+            torch.nn.functional.linear(inputs, weight, bias),
+        )
+    else:
+        layer: Any = torch.nn.Sequential(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+        layer[0].weight.data, layer[0].bias.data = weight, bias
+        PACK[form](layer)
+        packed = layer[0] if form == "fp8" else layer[0].packed
+        matrix = device_matrices.packed_matrix(packed, bias)
+        with float8.inputs_as_they_are():
+            wanted = layer(inputs)
+    seen = list[tuple[Any, ...]]()
+
+    class Watched(ReferenceKernels):
+        def launch(self, variant: Any, grid: Any, arguments: Any) -> None:
+            seen.append(arguments)
+            super().launch(variant, grid, arguments)
+
+    with float8.inputs_as_they_are():
+        (out,) = matrix(Watched(), inputs, 0)
+    torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.05)
+    tensors = [each for arguments in seen for each in arguments if isinstance(each, torch.Tensor)]
+    assert bool(tensors) is (form is not None or rows <= 2) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if rows <= 2:
+        assert next(each for each in seen[0] if isinstance(each, int)) % 16 == 0  # the stride of rows
 
 
 @pytest.mark.parametrize("form", PACK)
