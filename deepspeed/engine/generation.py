@@ -69,12 +69,13 @@ class Generation:
             limits = [length_limit(trained_model(module)), keys.max_out_tokens if set_by_user else None]
             limit = min((each for each in limits if each is not None), default=None)
             graphs = keys.enabled and keys.enable_cuda_graph
-            if not keys.enabled or keys.inference_tp_size == 1:
-                self._generator = Generator(module, max_length=limit, cuda_graphs=graphs)
-            else:
-                self._copy = copy = self._sliced_copy(trained_model(module))
-                with copy.attached():
-                    self._generator = Generator(copy.model, max_length=limit, cuda_graphs=graphs)
+            with torch.inference_mode(False):  # pages and slices are used outside of it too
+                if not keys.enabled or keys.inference_tp_size == 1:
+                    self._generator = Generator(module, max_length=limit, cuda_graphs=graphs)
+                else:
+                    self._copy = copy = self._sliced_copy(trained_model(module))
+                    with copy.attached():
+                        self._generator = Generator(copy.model, max_length=limit, cuda_graphs=graphs)
         return self._generator
 
     def check_keys(self) -> None:
@@ -140,12 +141,16 @@ class Generation:
 
     def _attach(self, copy: SlicedCopy) -> None:
         """Give the sliced copy its weights; an error of one rank is raised on all that gather them together."""
+        from deepspeed.rollouts.generation import failed_elsewhere
+
         if copy.weights.read_alone():
-            copy.attach()
+            raise_together(copy.axis, copy.attach, failed_elsewhere)
         else:
             axis = self._state.axes.everyone
             run_collectively(axis, copy.attach).result_or_raise(lambda texts: _ended(axis.ranks, texts))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _result(self, make: Callable[[], GenerationTask[T]]) -> T:
         """Return the result of the task that `make` returns; ranks that share a sliced copy run the tasks of all."""
 
@@ -160,9 +165,16 @@ class Generation:
 
         if (copy := self._copy) is None:
             return self._together(alone)
-        from deepspeed.rollouts.generation import failed_elsewhere
+        from deepspeed.rollouts.generation import check_sent, failed_elsewhere
 
-        task = raise_together(copy.axis, make, failed_elsewhere)
+        def made() -> GenerationTask[T]:
+            task = make()
+            check_sent(task.requests)
+            return task
+
+        # where weights are gathered by all ranks, an error of one group is one of all
+        axis = copy.axis if copy.weights.read_alone() else self._state.axes.everyone
+        task = raise_together(axis, made, failed_elsewhere)
         with self._turn():
             return task.run_shared(generator, copy.axis)
 
@@ -276,7 +288,7 @@ class Generation:
         if self._generator is not None:
             self._generator.close()
         if self._copy is not None:
-            self._copy.close()
+            self._copy.detach()
         self._generator = self._copy = None
 
 

@@ -29,7 +29,7 @@ class RolloutReport:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._parts: list[Mismatch] = []  # of the micro-batches since the update before
-        self._update = -1  # updates done when they were measured
+        self._update, self._seen = -1, 0  # updates, and micro-batches of the window, that were done at the last of them
         self._written = True
 
     def measure_mismatch(
@@ -65,8 +65,10 @@ class RolloutReport:
             lambda rank, text: UsageError(f"measure_mismatch failed on rank {rank}: {text}"),
         )
         everyone = merged_mismatch(all_gather_objects(axis, own))
-        if self._update != self._state.global_steps:
-            self._parts, self._update = [], self._state.global_steps
+        seen = self._state.window.seen
+        if self._update != self._state.global_steps or seen < self._seen:  # another update, or the window began anew
+            self._parts = []
+        self._update, self._seen = self._state.global_steps, seen
         self._parts.append(everyone)
         self._written = False
         return everyone

@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.comm.collectives.same_error import raise_together
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.malloc import LARGE, mapped
 from deepspeed.inference.executors.engine_weights import groups_of, is_sharded
 from deepspeed.inference.executors.select import difference_of_logits
@@ -86,8 +87,6 @@ class SlicedCopy:
         self._shapes = self._shapes_now()
         self.model = self._split(mesh)
         self._own = dict(self.model.named_parameters())
-        self._copies: dict[str, torch.Tensor] = {}  # slices that are no views, of the weights of `_version`
-        self._version: int | None = None
         self._attached = False
         with self.attached():
             raise_together(
@@ -96,22 +95,28 @@ class SlicedCopy:
                 lambda rank, text: TensorParallelError(f"generation over several ranks failed on rank {rank}: {text}"),
             )
 
-    def _shapes_now(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        return [(name, param.shape, param.dtype) for name, param in self.source.named_parameters()]
+    def _shapes_now(self) -> list[Any]:
+        params = [(name, param.shape, param.dtype) for name, param in self.source.named_parameters()]
+        return [*params, *map(id, self.source.modules())]
 
     def fits(self) -> bool:
-        """Return whether the model still has the parameters that it had when the copy was made."""
+        """Return whether the model still has the modules and parameters that it had when the copy was made."""
         return self._shapes == self._shapes_now()
 
     def _split(self, mesh: Mesh) -> nn.Module:
         """Copy the modules, without weights, and slice them; random states stay as they are."""
-        memo: dict[int, Any] = {
-            id(param): _Unset(_drawn(param.shape, param.dtype, param.device), requires_grad=False)
-            for param in self.source.parameters()
-        }
-        model = copy.deepcopy(self.source, memo).eval()
+        memo = {id(owner): owner for module in self.source.modules() for owner in _owners_of_hooks(module)}
         # Ranks in training draw other numbers than each other, and go on with them; plans are found by gradients.
-        with same_draws(), torch.enable_grad():
+        with torch.inference_mode(False), same_draws(), torch.enable_grad():
+            for param in self.source.parameters():
+                memo[id(param)] = _Unset(_drawn(param.shape, param.dtype, param.device), requires_grad=False)
+            try:
+                model = copy.deepcopy(self.source, memo).eval()
+            except Exception as error:
+                raise TensorParallelError(
+                    f"the modules of {type(self.source).__name__} cannot be copied for generation by several ranks "
+                    f"({describe_error(error)}): set hybrid_engine.inference_tp_size to 1"
+                ) from error
             cut_over(mesh, model, check="shapes", settle=_drop_values)
         object.__setattr__(model, WATCHED, self.weights)
         return model
@@ -135,20 +140,21 @@ class SlicedCopy:
         finally:
             self.detach()
 
-    @torch.no_grad()
     def attach(self) -> None:
         """Give the copy its slices of the present weights; see `attached`."""
         if self._attached:
             return
         self._attached = True
-        weights, version = self.weights, self.weights.version
+        with torch.inference_mode(False), torch.no_grad():
+            self._attach()
+
+    def _attach(self) -> None:
+        weights = self.weights
         weights.settle()
-        if version != self._version:
-            self._copies, self._version = {}, version
         params = dict(self.source.named_parameters())
         for name, param in params.items():
-            if not is_sharded(param):
-                self._own[name].data = self._present_slice(name, param.detach())
+            if not is_sharded(param):  # copied each time if it is no view: nothing tells of all changes (`p.data.mul_`)
+                self._own[name].data = slice_of(param.detach(), placement_of(self._own[name]).cuts)
         sharded = {name: param for name, param in params.items() if is_sharded(param)}
         for chunk in self._chunks(sharded):
             with weights.gathered(sharded[name] for name in chunk):
@@ -156,15 +162,6 @@ class SlicedCopy:
                     part = slice_of(sharded[name].detach(), placement_of(self._own[name]).cuts)
                     self._own[name].data = _contiguous_copy(part)
         self._follow_modules()
-
-    def _present_slice(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return a slice of a parameter that is whole here; one that is no view is copied once for each version."""
-        if name in self._copies:
-            return self._copies[name]
-        part = slice_of(whole, placement_of(self._own[name]).cuts)
-        if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-            self._copies[name] = part
-        return part
 
     def _chunks(self, sharded: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         """Yield the names of sharded parameters that are gathered together, in the model's order."""
@@ -191,15 +188,20 @@ class SlicedCopy:
                     target.copy_(part)
 
     def detach(self) -> None:
-        """Drop the copy's slices, but for those that are no views of weights that stay whole on this rank."""
+        """Drop the copy's slices."""
         self._attached = False
-        for param in self.model.parameters():
-            param.data = _without_memory(param.shape, param.dtype, param.device)
+        with torch.inference_mode(False):
+            for param in self.model.parameters():
+                param.data = _without_memory(param.shape, param.dtype, param.device)
 
-    def close(self) -> None:
-        """Drop all slices."""
-        self.detach()
-        self._copies = {}
+
+def _owners_of_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the objects whose methods are hooks of a module: the hooks of a copy are methods of the same objects."""
+    for members in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in members.values():
+            owner = getattr(getattr(hook, "func", hook), "__self__", None)
+            if owner is not None and not isinstance(owner, nn.Module):
+                yield owner
 
 
 def _drop_values(unit: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,14 @@ class GenerationTask(Generic[T]):
 def failed_elsewhere(rank: int, text: str) -> UsageError:
     """Return the error of the other ranks when `rank` failed with the error `text`."""
     return UsageError(f"generation ended, since rank {rank} failed: {text}")
+
+
+def check_sent(requests: Sequence[Request]) -> None:
+    """Raise RequestError if requests cannot be sent to other ranks."""
+    try:
+        pickle.dumps(requests)
+    except Exception as error:
+        raise RequestError(f"a request cannot be sent to the ranks that answer it together: {error}") from error
 
 
 def _check(generator: Generator, requests: Sequence[Request]) -> None:

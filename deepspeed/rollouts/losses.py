@@ -291,7 +291,8 @@ def merged_mismatch(parts: Sequence[Mismatch]) -> Mismatch:
     k1, k3, outside = (
         sum(getattr(part, name) * part.tokens for part in parts) / tokens for name in ("k1", "k3", "outside")
     )
-    return Mismatch(k1, k3, max(part.largest for part in parts), outside, tokens)
+    largest = torch.tensor([part.largest for part in parts], dtype=torch.float64).max().item()  # NaN if one is
+    return Mismatch(k1, k3, largest, outside, tokens)
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,6 +186,91 @@ def refused_on_one_rank(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_error_of_one_rank_is_one_of_its_group(workers: Any, stage: int) -> None:
     workers(2).run(refused_on_one_rank, stage, timeout=120)
+
+
+class Counts:
+    """Counts the calls of its hook; it cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def __call__(self, *_: Any) -> None:
+        raise AssertionError
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def changed_weights() -> None:
+    """Changes that no counter tells of, hooks of objects that cannot be copied, and the mode without gradients."""
+    engine, rank, counts = engine_of(1, family="phi3", lora=True), dist.get_rank(), Counts()
+    engine.module.get_base_model().model.norm.register_forward_hook(counts.count)
+    prompt, scores = [[5, 7, 9, 11 + rank]], []
+    with torch.inference_mode():
+        scores.append(engine.score(prompt)[0])
+    calls = counts.calls
+    assert calls
+    train(engine, 1)
+    scores.append(engine.score(prompt)[0])
+    engine.module.merge_adapter()
+    scores.append(engine.score(prompt)[0])
+    engine.module.unmerge_adapter()
+    with torch.no_grad():
+        for name, param in engine.module.named_parameters():
+            if "qkv_proj" in name and "lora" not in name:
+                param.data.mul_(3)
+    scores.append(engine.score(prompt)[0])
+    assert counts.calls > calls
+    torch.testing.assert_close(scores[2], scores[1], atol=1e-4, rtol=0)
+    wanted = torch.log_softmax(engine.module(input_ids=torch.tensor(prompt)).logits[0, :-1].float(), -1)
+    torch.testing.assert_close(
+        scores[3], wanted.gather(1, torch.tensor(prompt[0][1:])[:, None])[:, 0], atol=1e-4, rtol=0
+    )
+    assert (scores[3] - scores[1]).abs().max() > 1e-3
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_every_change_of_the_weights_is_followed(workers: Any) -> None:
+    workers(2).run(changed_weights, timeout=120)
+
+
+def failed_before_passes() -> None:
+    """A request that cannot be sent, and a rank that fails while it slices: the ranks raise together and go on."""
+    engine, rank, sampling = engine_of(1), dist.get_rank(), SamplingParams(max_new_tokens=4)
+    alone = engine.rollout([[1, 2, 3]], sampling)[0].tokens
+    odd = SamplingParams(max_new_tokens=4, logit_bias=MappingProxyType({5: 1.0}) if rank else {})
+    with raises(*((RequestError, "cannot be sent") if rank else (UsageError, "rank 1 failed"))):
+        engine.rollout([[1, 2, 3]], odd)
+    copy, broken = engine._generation._copy, mock.Mock(side_effect=MemoryError("planted"))
+    with mock.patch.object(type(copy), "_follow_modules", broken if rank else type(copy)._follow_modules):
+        with raises(*((MemoryError, "planted") if rank else (UsageError, "rank 1 failed"))):
+            engine.rollout([[1, 2, 3]], sampling)
+    assert engine.rollout([[1, 2, 3]], sampling)[0].tokens == alone
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_before_the_passes(workers: Any) -> None:
+    workers(2).run(failed_before_passes, timeout=120)
+
+
+def refused_in_one_group() -> None:
+    """Where all ranks gather weights together, what one of four cannot do ends the call on all, and then they go on."""
+    config = settings(3, hybrid_engine={"enabled": True, "inference_tp_size": 2})
+    config["zero_optimization"] |= {"stage3_fixed_graph": True, "offload_param": {"device": "cpu"}}
+    engine, *_ = deepspeed.initialize(model=model_of("llama"), config=config)
+    sampling = SamplingParams(max_new_tokens=4)
+    with raises(*((UsageError, "rank 0 failed") if dist.get_rank() else (RequestError, "n, the number"))):
+        engine.rollout([[1, 2]], sampling, n=min(dist.get_rank(), 1))
+    train(engine, 1)
+    assert len(engine.rollout([[1, 2, 3]], sampling)[0].tokens) == 4
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_group_is_one_of_all_that_gather_together(workers: Any) -> None:
+    workers(4).run(refused_in_one_group, timeout=180)
 
 
 def refused_at_start() -> None:

@@ -217,7 +217,7 @@ def difference_of_logits(model: nn.Module, other: nn.Module) -> str | None:
         with exclusive_pass(other), ModuleState(other).turn():
             logits = [_alone(other, tokens) for tokens in sequences]
     largest = max(map(largest_value, wanted))
-    error = max(largest_value(a.float() - b.float()) for a, b in zip(logits, wanted, strict=True))
+    error = largest_value(torch.cat([(a.float() - b.float()).flatten() for a, b in zip(logits, wanted, strict=True)]))
     limit = tolerance(wanted[0].dtype, FACTORS.get(wanted[0].dtype, 1.0)) * largest
     return None if error <= max(limit, noise) else f"off by {error:.2g} where the largest is {largest:.2g}"
 
