@@ -121,7 +121,6 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     deepspeed_io = by("_feeding", TrainLoop.deepspeed_io)
     loop = by("_feeding", TrainLoop.loop)
-
     rollout = by("_generation", Generation.rollout)
     score = by("_generation", Generation.score)
     measure_mismatch = by("_rollouts", RolloutReport.measure_mismatch)

@@ -73,14 +73,17 @@ def train(engine: Any, steps: range, uses_table: Callable[[int], bool] = lambda 
 
 @contextlib.contextmanager
 def over_gloo() -> Iterator[None]:
-    """Inside, ranks share no memory."""
+    """Inside, ranks share no memory; afterwards their pool has to be closed, since its shared memory is."""
     axes.forget_axes()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(axes, "shared_memory_of", lambda _group: None)
-            yield
-    finally:
-        axes.forget_axes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axes, "shared_memory_of", lambda _group: None)
+        yield
+
+
+def run_on(pool: WorkerPool, shared: bool, function: Callable[..., Any], *args: Any) -> None:
+    pool.run(function, *args, shared)
+    if not shared:
+        pool.close()
 
 
 def rows_sent(engine: Any) -> list[str]:
@@ -121,7 +124,7 @@ def cells(stage: int, precision: str, accumulation: int, sparse: bool, shared: b
 def test_sums_are_those_of_whole_gradients(
     workers: Workers, ranks: int, stage: int, precision: str, accumulation: int, sparse: bool, shared: bool
 ) -> None:
-    workers(ranks).run(cells, stage, precision, accumulation, sparse, shared)
+    run_on(workers(ranks), shared, cells, stage, precision, accumulation, sparse)
 
 
 def absent_tokens() -> None:
@@ -149,7 +152,7 @@ def delayed(shared: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
 def test_delays_change_no_bit(workers: Workers, shared: bool) -> None:
-    workers(3).run(delayed, shared)
+    run_on(workers(3), shared, delayed)
 
 
 def received(engine: Any, step: int) -> dict[str, int]:
