@@ -83,7 +83,7 @@ def over_gloo() -> Iterator[None]:
 def run_on(pool: WorkerPool, shared: bool, function: Callable[..., Any], *args: Any) -> None:
     pool.run(function, *args, shared)
     if not shared:
-        pool.close()
+        pool.kill()  # it starts anew in its next call
 
 
 def rows_sent(engine: Any) -> list[str]:

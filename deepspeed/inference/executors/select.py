@@ -379,8 +379,8 @@ def _probe_rounded(executor: PackedDecoder) -> str | None:
     for width in sorted({part.values.shape[1] for part in executor.model.modules() if isinstance(part, Float8Linear)}):
         rows = torch.randn(ROUNDED, width, generator=torch.Generator().manual_seed(width))
         rows = (rows * torch.logspace(-4, 4, ROUNDED)[:, None]).to(device_of(executor.model), torch.bfloat16)
-        (ours, scales), (theirs, right) = rounded_rows(executor.kernels, rows), scaled_rows(rows)
-        near = torch.isclose(ours.float(), theirs.float(), rtol=2.0**-3, atol=2.0**-9)  # a step of e4m3
+        (values, scales), (wanted, right) = rounded_rows(executor.kernels, rows), scaled_rows(rows)
+        near = torch.isclose(values.float(), wanted.float(), rtol=2.0**-3, atol=2.0**-9)  # a step of e4m3
         if not (bool(near.all()) and torch.allclose(scales, right, rtol=1e-5, atol=0.0)):
             return f"rows of {width} inputs are rounded to other numbers of e4m3 than by its modules"
     sequences = _sequences(executor.model)
