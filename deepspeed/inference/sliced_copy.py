@@ -1,8 +1,8 @@
 """Copy of a model in training whose matrices are this rank's slices, for generation that several ranks do together.
 
 The copy has modules of its own and no weights between generations. For a generation, parameters of the model that are
-whole on this rank are sliced in place: a slice that lies in one piece of a dimension is a view. Parameters that ZeRO
-shards are gathered some layers at a time, and the slices are kept until the generation ends.
+whole on this rank are sliced in place: a slice that lies in one piece of a dimension is a view, any other is copied.
+Parameters that ZeRO shards are gathered some layers at a time, and the slices are kept until the generation ends.
 """
 
 from __future__ import annotations

@@ -44,20 +44,13 @@ class PackedLayout:
         up: name of the parameter with the first matrices.
         biases: names of the biases of the first and second matrices; "": none.
         transposed: whether matrices are (inputs, outputs).
-        gated: whether the first product is twice as wide as the inputs of the second, and `_apply_gate` follows.
-        inner: attribute of the module with the function between the products.
+        inner: attribute with the function between the products: `_apply_gate`, or `act_fn` without a gate.
     """
 
     up: str
     biases: tuple[str, str]
     transposed: bool
-    gated: bool
     inner: str
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters."""
-        return [name for name in (self.up, DOWN, *self.biases) if name]
 
     def matrices(self, get: Callable[[str], torch.Tensor]) -> ExpertMatrices:
         """Return the parameters; `get` gives them by name."""
@@ -168,9 +161,12 @@ def recognize(
 
 def _candidate(module: nn.Module, params: dict[str, torch.Tensor]) -> PackedLayout | None:
     """Return the layout that a decorated module of Transformers names, if its parameters have such shapes."""
-    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    flags = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
+    if not all(isinstance(flag, bool) for flag in flags):  # other releases of Transformers do not say all of it
+        return None
+    gated, biased, transposed = map(bool, flags)
     up = UPS[0] if gated else UPS[1]
-    biases = (up + BIAS, DOWN + BIAS) if module.has_bias else ("", "")
+    biases = (up + BIAS, DOWN + BIAS) if biased else ("", "")
     names = {name for name in (up, DOWN, *biases) if name}
     if set(params) != names or any(params[name].dim() != 3 for name in (up, DOWN)) or params[DOWN].is_meta:
         return None
@@ -185,7 +181,7 @@ def _candidate(module: nn.Module, params: dict[str, torch.Tensor]) -> PackedLayo
     wide = {name: tensor.shape[1] for name, tensor in zip(biases, (first.mT, second.mT), strict=True) if name}
     if any(params[name].shape[1:] != (size,) for name, size in wide.items()):
         return None
-    return PackedLayout(up, biases, transposed, gated, GATE if gated else FUNCTION)
+    return PackedLayout(up, biases, transposed, GATE if gated else FUNCTION)
 
 
 @contextlib.contextmanager

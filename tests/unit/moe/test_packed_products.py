@@ -194,6 +194,9 @@ def test_only_code_that_transformers_replaces_is_replaced(monkeypatch: pytest.Mo
     module.__class__ = type("Scaled", (kind,), {"forward": scaled})
     assert not runs_grouped(module) and structure_of(module).layout is None
     module.__class__ = kind
+    module.has_bias = None  # as where a release does not say it
+    assert structure_of(module).layout is None
+    module.has_bias = False
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", scaled)
         assert not runs_grouped(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,5 +95,6 @@ def test_parts_count_by_their_tokens() -> None:
     nothing = Mismatch(0.0, 0.0, 0.0, 0.0, 0)
     assert merged_mismatch([nothing, nothing]) == merged_mismatch([]) == nothing
     one, three = Mismatch(0.4, 0.2, 0.5, 1.0, 1), Mismatch(0.0, 0.1, 0.7, 0.0, 3)
+    assert math.isnan(merged_mismatch([one, Mismatch(math.nan, 0.0, math.nan, 0.0, 2)]).largest)
     merged = merged_mismatch([one, nothing, three])
     assert asdict(merged) == pytest.approx({"k1": 0.1, "k3": 0.125, "largest": 0.7, "outside": 0.25, "tokens": 4})
