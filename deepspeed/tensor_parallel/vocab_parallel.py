@@ -70,10 +70,13 @@ class VocabParallelEmbedding(nn.Embedding):
         """Map indices of any shape to (…, embedding_dim), equal on all ranks. All ranks must call this.
 
         Raises:
-            IndexError: an index is outside of the whole table, as in torch.
+            IndexError: an index is outside of the whole table, as in torch; RuntimeError in a compiled graph.
         """
-        if input.numel() and not (0 <= int(input.min()) and int(input.max()) < self.whole):
-            raise IndexError(f"{self.slot.name}: an index outside of the {self.whole} rows of the table")
+        outside = f"{self.slot.name}: an index outside of the {self.whole} rows of the table"
+        if torch.compiler.is_compiling():  # an operator of the graph: a value read by Python would end it
+            torch._assert_async(((input >= 0) & (input < self.whole)).all(), outside)
+        elif input.numel() and not (0 <= int(input.min()) and int(input.max()) < self.whole):
+            raise IndexError(outside)
         local = input - self.first
         here = (local >= 0) & (local < self.num_embeddings)
         padding = self.padding_idx

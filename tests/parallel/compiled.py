@@ -64,6 +64,18 @@ def counting(backend: str) -> Iterator[Any]:
         torch._dynamo.reset()
 
 
+@contextlib.contextmanager
+def closing_inductor() -> Iterator[None]:
+    """End the threads that inductor compiles with, which would stay."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    try:
+        yield
+    finally:
+        AsyncCompile.pool().shutdown()
+        AsyncCompile.pool.cache_clear()
+
+
 def breaks() -> int:
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 

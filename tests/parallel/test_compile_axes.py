@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,12 +16,13 @@ from deepspeed.comm.collectives.same_error import run_collectively
 from deepspeed.comm.collectives.torch_api import ClientCollective
 from deepspeed.comm.process_groups.mesh import current_mesh
 from tests.parallel import compiled
-from tests.parallel.compiled import WAYS, run, run_bare
+from tests.parallel.compiled import WAYS, closing_inductor, run, run_bare
 from tests.parallel.test_compile import settings
 from tests.parallel.test_compile_models import loss_function, make
 
 RANKS, WIDTH, HEADS, BLOCKS, VOCABULARY = 2, 8, 2, 10, 16
 SLICES = {"tensor_parallel": {"autotp_size": 2}}
+VOCABULARY_SLICES = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}
 
 
 class Attends(nn.Module):
@@ -161,9 +163,31 @@ def test_models_in_slices(workers: Any, name: str, stage: int, backend: str) -> 
 
 
 @pytest.mark.slow
-def test_blocks_of_a_model_with_a_split_vocabulary(workers: Any) -> None:
-    vocabulary = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}
-    workers(RANKS).run(model_cell, "llama", vocabulary, 1, "eager", timeout=300)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_blocks_of_a_model_with_a_split_vocabulary(workers: Any, stage: int) -> None:
+    workers(RANKS).run(model_cell, "llama", VOCABULARY_SLICES, stage, "eager", timeout=300)
+
+
+def index_outside(backend: str) -> str:
+    import deepspeed
+
+    torch._dynamo.reset()
+    model = make("llama")()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(3, **VOCABULARY_SLICES))
+    engine.compile(backend=backend)
+    with pytest.raises(RuntimeError) as raised:
+        engine(input_ids=torch.full((1, 4), 10_000))
+    engine.destroy()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_split_table_refuses_an_index_outside(workers: Any, backend: str) -> None:
+    arguments = (inductor_cell, index_outside) if backend == "inductor" else (index_outside, backend)
+    for text in workers(RANKS).run(*arguments, timeout=300):
+        assert "an index outside of the 64 rows" in text, text
 
 
 @pytest.mark.slow
@@ -220,3 +244,36 @@ def pipeline_cell(stage: int, schedule: str, backend: str) -> None:
 )
 def test_blocks_of_pipeline_stages(workers: Any, stage: int, schedule: str, backend: str) -> None:
     workers(RANKS).run(pipeline_cell, stage, schedule, backend, timeout=300)
+
+
+def inductor_cell(cell: Callable[..., Any], *arguments: Any) -> Any:
+    with closing_inductor():
+        return cell(*arguments, "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("llama", SLICES),
+        ("gpt2", SLICES),
+        ("qwen2", {"sequence_parallel_size": 2}),
+        ("llama", VOCABULARY_SLICES),
+    ],
+    ids=["llama-slices", "gpt2-slices", "qwen2-sequence", "llama-vocabulary"],
+)
+def test_inductor(workers: Any, name: str, axis: dict[str, Any], stage: int) -> None:
+    workers(RANKS).run(inductor_cell, model_cell, name, axis, stage, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inductor_around_divided_experts(workers: Any, stage: int) -> None:
+    workers(RANKS).run(inductor_cell, expert_cell, stage, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "schedule"), [(1, "1f1b"), (3, "1f1b"), (1, "zero_bubble")])
+def test_inductor_in_pipeline_stages(workers: Any, stage: int, schedule: str) -> None:
+    workers(RANKS).run(inductor_cell, pipeline_cell, stage, schedule, timeout=900)

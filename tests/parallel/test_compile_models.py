@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.compiled import LATE, WAYS, run, run_bare
+from tests.parallel.compiled import LATE, WAYS, closing_inductor, run, run_bare
 from tests.parallel.test_compile import FREEING, Stack, settings
 from tests.parallel.test_compile import loss_of as loss_of_stack
 
@@ -108,11 +108,8 @@ def cell(name: str, stages: list[int], ways: list[str], backend: str) -> None:
 
 
 def inductor_cell(name: str, stage: int) -> None:
-    from torch._inductor.async_compile import AsyncCompile
-
-    cell(name, [stage], [*LATE][:1], "inductor")
-    AsyncCompile.pool().shutdown()  # its threads would stay
-    AsyncCompile.pool.cache_clear()
+    with closing_inductor():
+        cell(name, [stage], [*LATE][:1], "inductor")
 
 
 @pytest.mark.slow

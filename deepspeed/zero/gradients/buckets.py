@@ -77,6 +77,7 @@ class ReductionRound:
         shared: whether the sum over ranks is complete and its all-gather has started (stage 0).
         payloads: encoded messages, which are in use until the round is released.
         fresh: indices of the parameters whose gradient arrived in the micro-batch that launches the round.
+        late: whether backward no longer waits for the round (`overlap_comm` false); `Reducer.finish` does.
     """
 
     buffer: torch.Tensor
@@ -87,6 +88,7 @@ class ReductionRound:
     shared: bool = False
     payloads: list[torch.Tensor] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
+    late: bool = False
 
 
 class BucketRow(NamedTuple):

@@ -182,13 +182,33 @@ class GradReduceScatter:
             self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
-            flying = [entry[1] for entry in self._in_flight.values()]
-            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.ranks.across_stages]
-            # Rounds shared with another pipeline stage are left out: it may send its part only after this micro-batch.
-            self.settle(None if len(here) == len(flying) else here)
+            self._wait_in_backward()
         elif bucket.group.axis.shared is not None:
             doorbell.groups.drain()
             self.progress(_GLANCE)
+
+    def _wait_in_backward(self) -> None:
+        """Wait until the rounds in flight are reduced and accumulated (`overlap_comm` false).
+
+        A rank that took another branch of the model may send its part of a round only in `finish`, and another pipeline
+        stage its part only after this micro-batch. So a round whose messages carry tags is awaited for `_PATIENCE_S`
+        and then left to `finish`, and a round shared with another stage is not awaited.
+        """
+        entries = [entry for entry in self._in_flight.values() if not entry[1].group.ranks.across_stages]
+        if all(bucket.order is not None for _, bucket, _ in entries):  # launched in the same order on all ranks
+            self.settle(None if len(entries) == len(self._in_flight) else [bucket for _, bucket, _ in entries])
+            return
+        skipped = {
+            id(entry[1]) for entry in self._in_flight.values() if entry[2].late or entry[1].group.ranks.across_stages
+        }
+        while entry := next((each for each in self._in_flight.values() if id(each[1]) not in skipped), None):
+            handle, bucket, current = entry
+            if not handle.ready(_PATIENCE_S):
+                warn_once("gradients wait for a rank that runs another branch (or is slow); they are summed later")
+                current.late = True
+                skipped.add(id(bucket))
+            elif id(handle) in self._in_flight:  # else `progress` has settled it meanwhile
+                self._settle(*self._land(entry))
 
     def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
         """Accumulate a round on an axis with one rank, without communication."""
