@@ -169,3 +169,44 @@ def test_sums_are_formed_within_hosts_first(workers, emulated, cell: Cell) -> No
     theirs = [rank.losses for rank in workers(cell.ranks).run(trained, cell, timeout=LIMIT)]
     for ours, others in zip([rank.losses for rank in found], theirs, strict=True):
         assert ours == pytest.approx(others, rel=1e-4 if cell.dtype == "fp32" else 1e-3)
+
+
+def replicated(cell: Cell) -> runs.Seen:
+    """A cell whose replicas of shards lie on two hosts; `extra`: codecs between replicas, and whether they are alike."""
+    from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param
+
+    with on_two_hosts(), observed(cell.own_stream) as seen:
+        engine = runs.engine_of(cell)
+        made = [bucket.encoded for bucket in engine._state.components.reducer.buckets]
+        seen.extra = {None if each is None or each.copies is None else each.copies.codec.name for each in made}
+        for step in range(runs.STEPS):
+            seen.losses += [runs.micro_step(engine, step, micro) for micro in range(cell.accumulation)]
+        full = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+        weights = torch.cat([value.flatten() for value in full if value is not None])
+        every = [torch.empty_like(weights) for _ in range(cell.ranks)]
+        dist.all_gather(every, weights)
+        seen.extra.add(("alike", all(torch.equal(every[0], other) for other in every)))
+        engine.destroy()
+        del engine
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(stage=3, ranks=4, small_buckets=True, wire="int8", hybrid=True, hosts=True),
+        Cell(stage=3, ranks=4, small_buckets=True, wire="int4", hybrid=True, hosts=True, dtype="bf16", accumulation=2),
+        Cell(stage=3, ranks=4, small_buckets=True, wire="int8", hybrid=True, hosts=True, dtype="fp16", own_stream=True),
+        Cell(stage=3, ranks=4, small_buckets=True, wire="int4", hybrid=True, hosts=True, tier="cpu-cpu"),
+    ],
+    ids=str,
+)
+def test_sums_of_replicas_are_encoded(workers, emulated, cell: Cell) -> None:
+    found = emulated(cell.ranks).run(replicated, cell, timeout=LIMIT)
+    assert [report for rank in found for report in rank.reports] == []
+    for rank in found:
+        assert rank.extra == {cell.wire, ("alike", True)}
+    theirs = [rank.losses for rank in workers(cell.ranks).run(replicated, cell, timeout=LIMIT)]
+    for ours, others in zip([rank.losses for rank in found], theirs, strict=True):
+        assert ours == pytest.approx(others, rel=1e-4 if cell.dtype == "fp32" else 1e-3)

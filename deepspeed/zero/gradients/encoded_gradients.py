@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from deepspeed.comm.collectives import collectives, encoded
+from deepspeed.comm.collectives import collectives, encoded, hierarchical
 from deepspeed.comm.collectives.collectives import Handle, sum_in_rank_order
 from deepspeed.comm.collectives.encoded import EncodedSlices, ErrorFeedback, Layout, Wire
 from deepspeed.comm.process_groups.axis import Axis
@@ -75,9 +75,9 @@ class EncodedGradients:
         first, second = wire.on(axis, dtype), None if copies is None else wire.on(copies, dtype)
         if isinstance(first, encoded.CastCodec) and group.dtype == torch.float16:
             first = None  # saves no byte
-        if copies is not None and not (whole or copies.tagged) and (first or second):
-            log_once("gradients of sharded replicas on devices are not encoded: their two sums start together")
-            first = second = None
+        if first is not None and copies is not None and not (whole or copies.tagged):
+            log_once("gradients of sharded replicas on devices are encoded between replicas, not within a shard group")
+            first = None
         self._group = group
         layout, own = group.layout, group.layout.shard_numel(axis.rank)
         self.two_steps = None if first is None else encoded.two_steps(axis, first, layout.cuts, layout.borders)
@@ -137,10 +137,57 @@ class EncodedGradients:
         if slices is None:
             raise RuntimeError("sums of replicas are not encoded")
         payload = axis.empty(slices.nbytes, torch.uint8, total.device)
-        memory = self.sum_memory
+        return self._share(axis, total, payload, tag, label, factor), payload
+
+    def reduce_to_copies(
+        self,
+        flat: torch.Tensor,
+        label: str,
+        scale: float,
+        factor: float,
+        finish: Callable[[list[torch.Tensor]], Handle | None],
+    ) -> Handle:
+        """Do `hierarchical.reduce_to_copies` with encoded messages between the ranks with the same shard.
+
+        Args:
+            flat: 1-D contribution of this rank; must not change until the handle is done.
+            label: name of the collective in error reports.
+            scale: factor on the sum within the shard group.
+            factor: factor by which the sum will be multiplied.
+            finish: called with the encoded sums of all replicas, in rank order; returns the next phase, if any.
+        """
+        slices, both = self.copies, self._group.ranks.copies
+        if slices is None or both is None:
+            raise RuntimeError("sums of replicas are not encoded")
+        axis, copies, cuts = self._group.axis.reductions, both.reductions, self._group.layout.cuts
+        low, high = cuts[axis.rank], cuts[axis.rank + 1]
+        total = torch.empty(high - low, dtype=torch.float32, device=flat.device)
+        payload = copies.empty(slices.nbytes, torch.uint8, flat.device)
+
+        def add(parts: list[torch.Tensor]) -> None:
+            sum_in_rank_order(parts, total, scale, add=False, any_order=True)
+
+        with hierarchical.aside(flat.device):
+            hierarchical.reduce_to_owners(axis, flat, cuts, 0, label, add).wait()
+            handle = self._share(copies, total, payload, 0, f"reduce across copies: {label}", factor)
+        pending = [total]  # the side stream reads it
+
+        def arrived() -> Handle | None:
+            pending.clear()
+            return finish([slices.bytes_of(payload, rank) for rank in range(copies.size)])
+
+        return handle.followed_by(arrived)
+
+    def _share(
+        self, axis: Axis, total: torch.Tensor, payload: torch.Tensor, tag: int, label: str, factor: float
+    ) -> Handle:
+        """Encode `total` into this rank's part of `payload` and start to all-gather it."""
+        if self.copies is None:
+            raise RuntimeError("sums of replicas are not encoded")
+        slices, memory = self.copies, self.sum_memory
         error, beta = (None, 0.0) if memory is None else (memory.for_factor(factor), memory.feedback.beta)
         slices.encode_slice(axis.rank, total, slices.bytes_of(payload, axis.rank), label, error, beta)
-        return collectives.share(axis, payload, slices.byte_cuts, tag, label), payload
+        return collectives.share(axis, payload, slices.byte_cuts, tag, label)
 
     def end_update(self) -> None:
         for memory in self.memories.values():

@@ -256,6 +256,12 @@ class GradReduceScatter:
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
             # Both sums are started here, so that their order is the same on all ranks.
             copies, scale = copies.reductions, current.post_reduce_scale
+            encoding = bucket.encoded
+            if encoding is not None and encoding.copies is not None:
+                form = encoding.copies.layouts[copies.rank]
+                return encoding.reduce_to_copies(
+                    buffer, label, scale, bucket.unit, lambda parts: bucket.add(parts, 1.0, form)
+                )
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )
