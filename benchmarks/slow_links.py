@@ -23,15 +23,17 @@ import torch
 from common import GPT, REPOSITORY, Shape, batch_of, fully_sharded, median_interval, print_table, write_json
 from torch import Tensor, nn
 
-sys.path.insert(0, str(REPOSITORY))
+sys.path.append(str(REPOSITORY))  # last: `--upstream` has another package of the name deepspeed
 from tests.hosts.cluster import Cluster, cluster, missing
 
 SHAPES = {"20M": Shape(), "50M": Shape(layers=12, width=576, vocabulary=8192)}
 PEERS = ["ddp", "ddp-fp16", "ddp-powersgd", "fsdp2", "fsdp2-bf16"]
 OURS = ["stage2", "stage2-bf16", "stage2-int8", "stage2-int4", "stage0-int8", "stage3-int8", "auto"]
 SIDES = ["floor", *PEERS, *OURS]
+UPSTREAM = "upstream-stage2"
 SIXTEEN_BITS = ["ddp-fp16", "fsdp2-bf16"]
 LINKS = {"100mbit": "100mbit", "1gbit": "1gbit", "10gbit": "10gbit"}
+HEAD = ["side", "s", "over DDP", "exposed s", "bytes/parameter", "loss"]
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -81,6 +83,27 @@ def wire_of(name: str) -> dict[str, Any]:
     return wire
 
 
+def upstream_step(model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
+    """Stage 2 of the `deepspeed` that this interpreter has, without keys of ours."""
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+    def step(windows: Tensor) -> Tensor:
+        loss = engine(windows)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
 def engine_step(name: str, model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
     import deepspeed
 
@@ -112,6 +135,8 @@ def make_step(name: str, shape: Shape) -> Callable[[Tensor], Tensor]:
         return ddp_step(name, model)
     if name.startswith("fsdp2"):
         return torch_step(fully_sharded(model, name.endswith("bf16")))
+    if name == UPSTREAM:
+        return upstream_step(model, shape)
     return engine_step(name, model, shape)
 
 
@@ -175,15 +200,19 @@ def limit(hosts: Cluster, name: str, rate: str) -> None:
     subprocess.run(["ip", "netns", "exec", switch_end, "tc", "qdisc", "replace", "dev", "eth0", *shape], check=True)
 
 
-def measure(count: int, rate: str, sides: list[str], size: str, rounds: int) -> dict[str, Any]:
-    """Results by side of one number of hosts and one rate."""
+def measure(
+    count: int, rate: str, sides: list[str], size: str, rounds: int, python: str = sys.executable
+) -> dict[str, Any]:
+    """Results by side of one number of hosts and one rate, in processes of the interpreter `python`."""
     with cluster(count) as hosts:
         for name in hosts.names:
             limit(hosts, name, rate)
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        if python == sys.executable:
+            environment["PYTHONPATH"] = str(REPOSITORY)
         environment |= {"MASTER_ADDR": hosts.address("h0"), "MASTER_PORT": "29555", "WORLD_SIZE": str(count)}
         environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--size", size, "--rounds", str(rounds)]
+        command = [python, str(Path(__file__).resolve()), "--rank", "--size", size, "--rounds", str(rounds)]
         command += ["--sides", *sides]
         started = []
         for rank, name in enumerate(hosts.names):
@@ -227,7 +256,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure, panels = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.4), squeeze=False)
     for axes, (link, result) in zip(panels[0], results.items(), strict=True):
-        names = [name for name in SIDES if name in result]
+        names = [name for name in [*SIDES, UPSTREAM] if name in result]
         pairs = {name: zip(result[name]["seconds"], result["ddp"]["seconds"], strict=True) for name in names}
         ratios = [statistics.median(own / other for own, other in pairs[name]) for name in names]
         colours = ["#1f6fbf" if name in OURS else "#a3a9b0" for name in names]
@@ -246,7 +275,8 @@ def main() -> int:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=[*SIDES, UPSTREAM])
+    parser.add_argument("--upstream", help="interpreter that has upstream's package: its stage 2 beside DDP")
     parser.add_argument("--size", default="20M", choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--picture", type=Path, help="file for a chart of the ratios, such as slow-links.svg")
@@ -263,7 +293,12 @@ def main() -> int:
             result = measure(count, LINKS[rate], options.sides, options.size, options.rounds)
             results[f"{count} hosts, {rate}"] = result
             print(f"\n{count} hosts, {rate}, {options.size}")
-            print_table(["side", "s", "over DDP", "exposed s", "bytes/parameter", "loss"], table(result, options.sides))
+            print_table(HEAD, table(result, options.sides))
+            if options.upstream:
+                own_sides = ["floor", "ddp", UPSTREAM]
+                theirs = measure(count, LINKS[rate], own_sides, options.size, options.rounds, options.upstream)
+                results[f"{count} hosts, {rate}, upstream"] = theirs
+                print_table(HEAD, table(theirs, own_sides))
     print(write_json("slow_links.json", results))
     if options.picture:
         draw(results, options.picture)
