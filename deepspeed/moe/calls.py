@@ -49,7 +49,12 @@ class Call:
         """Return the module's result from the (T, H') results of the rows; other rows are 0."""
         if self.where is not None:
             rows = rows.new_zeros(self.shape.numel(), rows.shape[-1]).index_copy(0, self.where, rows)
-        return rows.view(*self.shape, -1)
+        return rows.view(*self.shape, rows.shape[-1])
+
+
+def _by_row(result: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """View a result as (P, H'), also for P = 0."""
+    return result.view(rows.shape[0], result.shape[-1])
 
 
 class CallForm:
@@ -90,7 +95,7 @@ class Choices(CallForm):
         return Call(hidden.reshape(-1, hidden.shape[-1]), index, weights, hidden.shape[:-1]) if fits else None
 
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
-        return forward(rows, index.unsqueeze(1), weights.unsqueeze(1)).view(rows.shape[0], -1)
+        return _by_row(forward(rows, index.unsqueeze(1), weights.unsqueeze(1)), rows)
 
     def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
         generator, tokens = torch.Generator().manual_seed(0), _TOKENS + count
@@ -110,7 +115,7 @@ class TwoChoices(Choices):
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
         index = torch.stack([index, torch.full_like(index, count - 1)], 1)  # LongCat's last expert is an identity
         weights = torch.stack([weights, torch.zeros_like(weights)], 1)
-        return forward(rows, index, weights).view(rows.shape[0], -1)
+        return _by_row(forward(rows, index, weights), rows)
 
 
 class ChoiceMasks(Choices):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.comm.collectives import torch_api
+from deepspeed.comm.collectives.graph_operators import register_operators
 from deepspeed.comm.collectives.same_error import run_collectively
 from deepspeed.comm.collectives.torch_api import ClientCollective
 from deepspeed.comm.process_groups.mesh import current_mesh
@@ -111,6 +112,12 @@ def told() -> None:
 
 def test_every_call_of_a_graph_is_seen_under_its_name(workers: Any) -> None:
     workers(RANKS).run(told, timeout=90)
+
+
+def test_collectives_are_kept_out_of_cuda_graphs() -> None:
+    register_operators()
+    for name in ("summed", "gathered", "exchanged"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.deepspeed, name).default.tags
 
 
 def one_fails() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -502,6 +503,27 @@ def first_experts(module: Any, args: Any, output: Any) -> Any:
 def test_a_rank_whose_experts_nobody_chooses(workers: Any, recompute: str, stage: int) -> None:
     for difference, norm in workers(2).run(empty_rank, recompute, stage, timeout=120):
         assert difference <= 2e-5 and norm <= 1e-6
+
+
+def without_tokens(name: str) -> None:
+    """Rank 0 has no token at all in a call of the divided experts; the others have theirs."""
+    model = toy(name)
+    path, experts, _ = next(find_experts(model))
+    whole = copy.deepcopy(experts)
+    engine, *_ = deepspeed.initialize(model=model, config=with_adamw(1, 2))
+    divided = engine.module.get_submodule(path)
+    count = 0 if dist.get_rank() == 0 else 5
+    hidden = torch.randn(count, engine.module.config.hidden_size, requires_grad=True)
+    index, weights = torch.arange(2 * count).view(count, 2) % whole.num_experts, torch.rand(count, 2)
+    result = divided(hidden, index, weights)
+    result.sum().backward()
+    assert result.shape == hidden.shape and torch.allclose(result, whole(hidden, index, weights), atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_a_rank_without_any_token(workers: Any, name: str) -> None:
+    workers(2).run(without_tokens, name, timeout=120)
 
 
 class IntegerExperts(nn.Module):

@@ -32,7 +32,9 @@ def register_operators() -> None:
     ]
     for name, function, shape, arguments in operators:
         schema = f"(Tensor tensor, int[] ranks, {arguments}str label) -> Tensor"
-        torch.library.custom_op(f"deepspeed::{name}", function, mutates_args=(), schema=schema).register_fake(shape)
+        torch.library.custom_op(
+            f"deepspeed::{name}", function, mutates_args=(), schema=schema, tags=torch.Tag.cudagraph_unsafe
+        ).register_fake(shape)  # other ranks are awaited: not to be captured by mode="reduce-overhead"
     torch.compiler.allow_in_graph(_entered)
     substitutes: dict[Any, Any] = {
         autograd.summed: _traced_summed,
