@@ -85,6 +85,7 @@ def config_of(options: argparse.Namespace, section: dict[str, Any]) -> dict[str,
         "scheduler": {"type": "WarmupDecayLR", "params": over},
         "zero_optimization": {"stage": 1},
         "steps_per_print": 10**9,
+        **({"bf16": {"enabled": True}} if options.dtype == "bf16" else {}),
         **({"compression_training": section} if section else {}),
     }
 
@@ -209,6 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hard", type=float, default=0.3, help="share of the own loss beside the teacher's")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=7, help="of paired timings")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of all rows' training")
     parser.add_argument("--save_every", type=int, default=25, help="steps between a row's checkpoints; 0: none")
     parser.add_argument("--only", nargs="+", help="rows; dense comes along")
     parser.add_argument("--output", type=Path, default=Path("runs/smaller"))
