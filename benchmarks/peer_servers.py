@@ -102,7 +102,8 @@ class PeerServer:
         with self._log.open("w") as out:
             self.process = subprocess.Popen(
                 _command(peer, python, Path(self.served), sizes, self.port), env=variables,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                process_group=0,  # no session of its own, which Linux may give another share of the cores
             )  # fmt: skip
         self._wait()
 
