@@ -1,15 +1,17 @@
 """llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER SLOTS TOKENS`, in an environment that has
 `xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each of up to TOKENS.
-With a PORT behind these, it is llama.cpp's own HTTP server, a side of `benchmarks.serve`.
+With a PORT behind these, it is llama.cpp's own HTTP server, a side of `benchmarks.serve`, on `--threads`.
 
-Writes the Llama in FOLDER (Transformers, safetensors, bf16 or fp32) as GGUF of that dtype beside it, with a vocabulary
-of made-up words, loads it on one thread, and answers lines of JSON on stdin:
+Writes the Llama in FOLDER (Transformers, safetensors, bf16 or fp32) as GGUF beside it, with a vocabulary of made-up
+words: matrices in that dtype, or with `--form int8` in Q8_0, with `int4` in Q4_0 (the embedding and the head in Q8_0,
+as ours are in 8 bits). Loads it, on one thread where nothing else is said, and answers lines of JSON on stdin:
 `{"prompts": [[tokens]], "new": [numbers]}` gets `{"texts": [strings]}` once all are answered. Prompts of one line go on
 together, with continuous batching; nothing of an earlier prompt is reused.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -55,8 +57,15 @@ def interleaved(matrix: Any, heads: int) -> Any:
     return matrix.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def write(folder: Path, path: Path | None = None) -> Path:
-    """The GGUF of a folder: at `path`, or in it."""
+def form_of(name: str, form: str, stored: str) -> str:
+    """The name of the type, as gguf's, of the matrix `name` (in a GGUF), which is stored as F32 or BF16."""
+    if not form:
+        return stored
+    return "Q4_0" if form == "int4" and name.startswith("blk.") else "Q8_0"
+
+
+def write(folder: Path, path: Path | None = None, form: str = "") -> Path:
+    """The GGUF of a folder: at `path`, or in it; matrices in their dtype, or of the form int8 or int4."""
     import gguf
     import numpy as np
 
@@ -84,14 +93,16 @@ def write(folder: Path, path: Path | None = None) -> Path:
     made.add_eos_token_id(2)
     made.add_add_bos_token(False)
     for name, values in tensors(folder / "model.safetensors"):
-        whole = values.dtype == np.float32
+        whole = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
         if values.ndim == 1:
-            made.add_tensor(renamed(name), values if whole else (values.astype(np.uint32) << 16).view(np.float32))
+            made.add_tensor(renamed(name), whole)
             continue
+        kind = gguf.GGMLQuantizationType[form_of(renamed(name), form, "F32" if whole is values else "BF16")]
         turned = heads if "q_proj" in name else cached if "k_proj" in name else 0
+        values = whole if form else values
         values = np.ascontiguousarray(interleaved(values, turned) if turned else values)
-        kind = gguf.GGMLQuantizationType.F32 if whole else gguf.GGMLQuantizationType.BF16
-        made.add_tensor(renamed(name), values if whole else values.view(np.uint8), raw_dtype=kind)
+        content = gguf.quants.quantize(values, kind) if form else values if whole is values else values.view(np.uint8)
+        made.add_tensor(renamed(name), content, raw_dtype=kind)
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()
@@ -99,15 +110,15 @@ def write(folder: Path, path: Path | None = None) -> Path:
     return path
 
 
-def load(path: Path, slots: int, tokens: int, port: int = 0) -> Any:
-    """A server inside this process, on one thread; a slot has a cache of its own, which is faster than one for all."""
+def load(path: Path, slots: int, tokens: int, port: int = 0, threads: int = 1) -> Any:
+    """A server inside this process; a slot has a cache of its own, which is faster than one for all."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.n_predict = tokens * slots, slots, -1
     params.n_batch, params.n_ubatch, params.cont_batching, params.warmup = 2048, 512, True, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_prompt, params.cache_ram_mib, params.n_gpu_layers = False, 0, 0
     params.kv_unified, params.n_threads_http = False, slots + 2
     if port:
@@ -130,16 +141,22 @@ def answer(server: Any, prompt: list[int], new: int) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("slots", type=int)
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("port", type=int, nargs="?", default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--form", default="", choices=["", "int8", "int4"])
+    args = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")  # llama.cpp prints what it likes
     os.dup2(2, 1)
-    slots, tokens, *port = map(int, sys.argv[2:])
-    if port:
-        path = write(Path(sys.argv[1]), Path(tempfile.mkdtemp(), "model.gguf"))
-        server = load(path, slots, tokens, port[0])
+    path = Path(tempfile.mkdtemp(), "model.gguf") if args.port else None
+    server = load(write(args.folder, path, args.form), args.slots, args.tokens, args.port, args.threads)
+    if args.port:
         print(server.listening_address, file=out, flush=True)
         signal.pause()
-    server = load(write(Path(sys.argv[1])), slots, tokens)
-    pool = ThreadPoolExecutor(slots)
+    pool = ThreadPoolExecutor(args.slots)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

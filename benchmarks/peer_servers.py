@@ -1,8 +1,9 @@
-"""Other servers as sides of `benchmarks.serve`: llama.cpp's, vLLM's and Transformers', on one thread each.
+"""Other servers as sides of `benchmarks.serve`: llama.cpp's, vLLM's and Transformers'.
 
 Each runs in an environment of its own, over the folder that `ds_serve` serves, and answers the same requests to
-`/v1/completions` by the same clients. While others are timed, its processes are stopped, since some of them never
-sleep.
+`/v1/completions` by the same clients. Its processes may use the cores that this process may (`benchmarks/cores.py`),
+and it is started with a thread for each. While others are timed, its processes are stopped, since some of them never
+sleep. llama.cpp's alone has weights in int8 and int4 like ours.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,30 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _command(peer: str, python: str, folder: Path, slots: int, port: int) -> list[str]:
+@dataclass(frozen=True)
+class Sizes:
+    """How a server is started.
+
+    Attributes:
+        slots: requests that may run at once.
+        threads: that compute.
+        form: of the weights, one of `benchmarks.served_models.FORMS`.
+    """
+
+    slots: int
+    threads: int
+    form: str
+
+
+def _command(peer: str, python: str, folder: Path, sizes: Sizes, port: int) -> list[str]:
     if peer == "transformers":
         command = [python, "-m", "transformers.cli.transformers", "serve", str(folder), "--continuous-batching"]
         return [*command, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     script = {"llama": "llama_cpp.py", "vllm": "vllm_cpu.py"}[peer]
-    return [python, str(BENCHMARKS / script), str(folder), str(slots), str(ROOM), str(port)]
+    command = [python, str(BENCHMARKS / script), str(folder), str(sizes.slots), str(ROOM), str(port)]
+    if peer == "llama":
+        command += ["--threads", str(sizes.threads), *([] if sizes.form == "bf16" else ["--form", sizes.form])]
+    return command
 
 
 def _own_folder(folder: Path, into: Path) -> Path:
@@ -63,24 +83,27 @@ class PeerServer:
         peer: a key of `NAMES`.
         python: interpreter of the environment that has it.
         folder: model and tokenizer.
-        slots: requests that may run at once.
+        sizes: how it is started.
         work: folder for its log, and for what it writes.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: it did not start, or has no such form.
     """
 
-    def __init__(self, peer: str, python: str, folder: Path, slots: int, work: Path) -> None:
+    def __init__(self, peer: str, python: str, folder: Path, sizes: Sizes, work: Path) -> None:
+        if sizes.form != "bf16" and peer != "llama":
+            raise RuntimeError(f"it has no {sizes.form} weights on CPUs that it makes of this folder")
         self.peer, self.name, self.host, self.port = peer, NAMES[peer], "127.0.0.1", free_port()
         work.mkdir()
         self._log = work / "log"
         self.served = str(_own_folder(folder, work / "model") if peer == "transformers" else folder)
         variables = {name: value for name, value in os.environ.items() if name not in WATCHED}
-        variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(work)}
+        variables |= {"OMP_NUM_THREADS": str(sizes.threads), "HF_HUB_OFFLINE": "1", "TMPDIR": str(work)}
         with self._log.open("w") as out:
             self.process = subprocess.Popen(
-                _command(peer, python, Path(self.served), slots, self.port), env=variables,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                _command(peer, python, Path(self.served), sizes, self.port), env=variables,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                process_group=0,  # no session of its own, which Linux may give another share of the cores
             )  # fmt: skip
         self._wait()
 
@@ -133,7 +156,7 @@ class PeerServer:
 
 
 @contextmanager
-def peer_servers(environments: dict[str, str], folder: Path, slots: int) -> Iterator[list[PeerServer]]:
+def peer_servers(environments: dict[str, str], folder: Path, sizes: Sizes) -> Iterator[list[PeerServer]]:
     """Those that there are, stopped; a line says which one is left out, and why."""
     with ExitStack() as stack:
         made = []
@@ -141,7 +164,7 @@ def peer_servers(environments: dict[str, str], folder: Path, slots: int) -> Iter
             try:
                 if peer not in environments:
                     raise RuntimeError(f"no --env {peer}=PYTHON")
-                server = PeerServer(peer, environments[peer], folder, slots, folder / f"peer-{peer}")
+                server = PeerServer(peer, environments[peer], folder, sizes, folder / f"peer-{peer}")
             except (OSError, RuntimeError) as error:
                 print(f"{name} is left out: {error}", flush=True)
                 continue

