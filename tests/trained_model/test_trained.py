@@ -78,6 +78,18 @@ def test_native_tokens_are_transformers(model: Any, prompts: list[list[int]], ex
     generator.close()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "12 bits"])
+@pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
+def test_passes_in_bf16_are_native(folder: Path, packed: bool) -> None:
+    """Some of its rows are computed worse by bf16 modules than by native passes, which must not count against these."""
+    from transformers import AutoModelForCausalLM
+
+    executor, why = select.select_executor(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), packed=packed
+    )
+    assert isinstance(executor, FusedExecutor) and not why, (executor.unfused, why)
+
+
 def test_tokens_through_modules_are_transformers(
     model: Any, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -385,8 +387,57 @@ def test_roundings_that_grow_are_no_fault_and_a_fault_is_none_of_them(log_lines)
     assert "of layer 0" in log_lines()[-1]
 
 
+def noisy_llama() -> nn.Module:
+    """A bf16 model whose own logits lie far from those in fp32 arithmetic."""
+    torch.manual_seed(1)
+    return scale(llama(num_hidden_layers=10), 0.15).to(torch.bfloat16)
+
+
+@contextlib.contextmanager
+def without_tolerance() -> Iterator[None]:
+    """Inside, only logits in fp32 arithmetic can say that a form of a bf16 model is right."""
+    with mock.patch.object(select, "_noise", lambda *_: 0.0), mock.patch.dict(select.FACTORS, {torch.bfloat16: 1e-3}):
+        yield
+
+
+def test_a_form_as_near_to_fp32_as_the_modules_is_right(log_lines) -> None:
+    """Trained models have rows that bf16 modules compute worse than the noise of a nudge says."""
+    model = noisy_llama()
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    with without_tolerance():
+        assert isinstance(select.select_executor(model)[0], executors_native.FusedExecutor), log_lines()
+        with mock.patch.object(select, "_exact", lambda *_: None):
+            assert not isinstance(select.select_executor(model)[0], executors_native.FusedExecutor)
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
+
+
+def test_a_form_farther_from_fp32_than_the_modules_is_refused() -> None:
+    run = executors_native.FusedExecutor.run
+
+    def wrong(self, batch):
+        logits = run(self, batch)
+        return logits + 0.5 * logits.abs().max() * torch.eye(*logits.shape, dtype=logits.dtype)
+
+    with (
+        mock.patch.object(select, "_noise", lambda *_: 0.0),
+        mock.patch.object(executors_native.FusedExecutor, "run", wrong),
+    ):
+        assert not isinstance(select.select_executor(noisy_llama())[0], executors_native.FusedExecutor)
+
+
+def test_logits_in_fp32_arithmetic_are_those_of_an_fp32_copy() -> None:
+    model = noisy_llama()
+    sequences = select._sequences(model)
+    with torch.no_grad():
+        exact = select._exact(model, sequences)
+        copied = copy.deepcopy(model).float()
+        wanted = [select._alone(copied, tokens) for tokens in sequences]
+    assert exact is not None and all(torch.equal(a, b) for a, b in zip(exact, wanted, strict=True))
+
+
 def unproven(model):
-    with mock.patch.object(select, "_probe", lambda *given: PROBE(*given) and None):
+    with mock.patch.object(select, "_probe", lambda *given, **more: PROBE(*given, **more) and None):
         return select.select_executor(model)[0]
 
 
