@@ -64,10 +64,10 @@ def stretched():
     return llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
 
 
-def unchecked(*given) -> None:
+def unchecked(*given, **more) -> None:
     """The check at load, whose answer nobody hears."""
     with contextlib.suppress(Exception):
-        PROBE(*given)
+        PROBE(*given, **more)
 
 
 PROBE = select._probe
