@@ -52,7 +52,8 @@ from deepspeed.inference.trained_lora import watched_weights
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
-CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
+# Prompt rows beside decoding ones: for each prompt, and at most. One prompt makes a pass at most three times as long.
+CHUNK = (16, 128)
 DEVICE_CHUNK = (512, 2048)  # the same on a GPU, which computes some hundred rows while it reads the weights
 DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
 
@@ -80,8 +81,8 @@ class Generator:
             not change.
         draft_model: causal LM with the same vocabulary that proposes the draft tokens, with a KV cache of as many
             pages; None: n-gram lookup.
-        prompt_chunk: maximum number of prompt tokens in a pass with decoding sequences; None: twice the number of
-            those, but at least 16 and at most 32 (on a GPU 512 and 2,048).
+        prompt_chunk: maximum number of prompt tokens in a pass with decoding sequences; None: 16 for each sequence that
+            waits for its first token, at least twice the decoding ones, at most 128 (on a GPU 512 each, at most 2,048).
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
         adapters: folders of LoRA adapters by name, as for `add_adapter`.

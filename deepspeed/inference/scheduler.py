@@ -83,8 +83,10 @@ class Scheduler:
         copy: function (from, to) that copies the content of a block before the next pass.
         max_tokens: maximum number of rows in a pass.
         max_sequences: maximum number of running sequences; values above `max_tokens` are reduced to it.
-        chunk: maximum number of prefill rows in a pass with decoding sequences. A pair (low, high): twice the number of
-            decoding sequences, clamped to this range. None: no limit but `max_tokens`.
+        chunk: maximum number of prefill rows in a pass with decoding sequences. A pair (low, high): `low` for each
+            sequence that waits for its first token, at least twice the number of decoding sequences, and at most
+            `high`. So a long prompt hardly delays others, and a burst of prompts does not wait behind a few others.
+            None: no limit but `max_tokens`.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class Scheduler:
         left = self.max_tokens
         order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.rank))
         decoding = sum(sequence.decodes for sequence in order)
-        chunk = min(self.max_chunk, max(self.min_chunk, 2 * decoding)) if decoding else self.max_tokens
+        chunk = self._prefill_rows(decoding)
         for number, sequence in enumerate(order):
             if not left:
                 break
@@ -211,6 +213,14 @@ class Scheduler:
             self._admit(slices, left, chunk)
         self._unblock(slices)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.rank)]
+
+    def _prefill_rows(self, decoding: int) -> int:
+        """Return the maximum number of prefill rows in a pass with this number of decoding sequences."""
+        if not decoding:
+            return self.max_tokens
+        admissible = min(len(self.waiting), max(self.max_sequences - len(self.running), 0))
+        begin = len(self.running) - decoding + admissible
+        return min(self.max_chunk, max(self.min_chunk * max(begin, 1), 2 * decoding))
 
     def plan_behind(self, slices: Sequence[BatchSlice], count: int) -> list[BatchSlice]:
         """Plan one more token of each sequence behind a pass whose tokens are not known, and allocate its blocks.

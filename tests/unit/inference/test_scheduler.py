@@ -180,7 +180,7 @@ def test_a_page_is_released_once_and_taken_while_there_is_one() -> None:
         pages.release(7)
 
 
-@pytest.mark.parametrize(("streams", "rows"), [(0, 60), (1, 16), (8, 16), (12, 24), (20, 32)])
+@pytest.mark.parametrize(("streams", "rows"), [(0, 60), (1, 16), (8, 16), (12, 24), (20, 40)])
 def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows: int) -> None:
     generator = Generator(llama(), max_batch_tokens=60)
     scheduler = generator._scheduler
@@ -193,3 +193,32 @@ def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows:
     assert {share.sequence.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
         "long": rows
     }
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompts", "rows"),
+    [(1, 1, 16), (1, 3, 48), (1, 20, 128), (8, 1, 16), (20, 1, 40), (20, 4, 64), (0, 20, 600), (100, 1, 128)],
+)
+def test_prompt_rows_beside_decoding_sequences(decoding: int, prompts: int, rows: int) -> None:
+    """One prompt hardly delays others, and a burst of prompts does not wait behind a few others."""
+    scheduler = Scheduler(BlockPool(800, 16), lambda *_: None, 600, 512, (16, 128))
+    for number in range(decoding):
+        scheduler.add(TokenSequence(f"old {number}", [1, 2], number))
+    if decoding:
+        for share in scheduler.plan():
+            share.sequence.computed += share.count
+            share.sequence.tokens.append(3)
+    for number in range(prompts):
+        scheduler.add(TokenSequence(f"new {number}", [4] * 200, decoding + number))
+    assert sum(len(share.tokens) for share in scheduler.plan()) == decoding + rows
+
+
+def test_prompts_that_cannot_be_admitted_count_for_nothing() -> None:
+    scheduler = Scheduler(BlockPool(800, 16), lambda *_: None, 600, 2, (16, 128))
+    scheduler.add(TokenSequence("old", [1, 2], 0))
+    for share in scheduler.plan():
+        share.sequence.computed += share.count
+        share.sequence.tokens.append(3)
+    for number in range(5):
+        scheduler.add(TokenSequence(f"new {number}", [4] * 200, 1 + number))
+    assert sum(len(share.tokens) for share in scheduler.plan()) == 1 + 16
