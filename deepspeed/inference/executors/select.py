@@ -47,7 +47,8 @@ NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximu
 INVARIANT_ROWS = 128  # rows of a product where rows are not to depend on their number
 ROUNDED = 40  # rows whose rounding to e4m3 is compared
 FLOAT8_NOISIEST = 0.5  # where inputs are rounded to e4m3, by another order of sums to another number now and then
-MIXED_NUDGES, MIXED_NOISIEST = 4, 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
+NUDGES = 4  # a trained model answers one change of all embeddings by half of what it answers another one
+MIXED_NOISIEST = 0.5  # of mixtures: where a router decides by a rounding, a row gets another expert
 
 
 _passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # locks by input embedding
@@ -148,7 +149,7 @@ def _noise(
         return 0.0
     signs = torch.Generator().manual_seed(0)
     mixed = next(find_experts(model), None) is not None
-    nudges, noisiest = (MIXED_NUDGES, MIXED_NOISIEST) if mixed else (1, NOISIEST)
+    noisiest = MIXED_NOISIEST if mixed else NOISIEST
 
     def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         way = torch.randint(0, 2, out.shape, generator=signs).to(out.device).mul_(2).sub_(1)
@@ -156,7 +157,7 @@ def _noise(
 
     handle = table.register_forward_hook(nudge)
     try:
-        moved = [[_alone(model, tokens, adapter) for tokens in sequences] for _ in range(nudges)]
+        moved = [[_alone(model, tokens, adapter) for tokens in sequences] for _ in range(NUDGES)]
     finally:
         handle.remove()
     largest = max(map(largest_value, wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from deepspeed.inference.executors.native_tensors import functions, matrix_of, r
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import quantize_linears
+from tests.trained import base
 from tests.unit.inference.products import product, product_in_torch
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
@@ -363,6 +365,16 @@ def test_a_planted_fault_shows(fault) -> None:
         made = unproven(model)
         with mock.patch("deepspeed.inference.generator.select_executor", lambda *_, **__: (made, "")):
             assert Generator(model).generate(pieces, sampling) != wanted
+
+
+@pytest.mark.slow
+def test_a_trained_model_in_bf16_has_a_native_form(log_lines) -> None:
+    """Its modules are off by a seventh of the largest logit; one change of its embeddings shows half of that."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base(), dtype=torch.bfloat16)
+    executor = select.select_executor(model)[0]
+    assert isinstance(executor, executors_native.FusedExecutor), log_lines()
 
 
 def test_roundings_that_grow_are_no_fault_and_a_fault_is_none_of_them(log_lines) -> None:
