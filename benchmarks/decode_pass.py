@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.simulated_models import SHAPES, Shape
 from deepspeed.inference.executors.device_matrices import LARGEST_GEMV
-from deepspeed.ops.triton import attention, products, rows, sampling
+from deepspeed.ops.triton import attention, products, rows, sampling, single_row
 from deepspeed.ops.triton.row_variants import GEMV_ROWS
 from deepspeed.simulator.kernel_recorder import PassRecorder, RecordedKernels
 from deepspeed.simulator.machine import Machine
@@ -163,11 +163,7 @@ class _Recorded:
             return F.linear(x, weight)
         many = form.inputs and len(x) > products.FEW_ROWS
         if form.kernel and not many:
-            values = self.empty(outputs, width, dtype=torch.int8), self.empty(outputs, dtype=torch.float32)
-            if form.bits == 4:
-                scale = self.empty(outputs, width // 32, dtype=torch.float32)
-                values = self.empty(outputs, width // 2, dtype=torch.uint8), scale, scale
-            return products.packed_product(self.kernels, x, form.kernel, values)
+            return products.packed_product(self.kernels, x, form.kernel, self.parts(outputs, width))
         item = 1 if form.inputs else 2
         if form.kernel:
             products.rounded_rows(self.kernels, x)
@@ -178,6 +174,43 @@ class _Recorded:
         flops = 2.0 * len(x) * outputs * width
         self.recorder.add(HostEvent(KERNEL, name, 0, flops, nbytes, form.dtype, work=KernelWork()))
         return self.empty(len(x), outputs)
+
+    def parts(self, outputs: int, width: int) -> tuple[torch.Tensor, ...]:
+        """Tensors of a matrix in the form of the pass."""
+        if self.form.bits == 16:
+            return (self.empty(outputs, width),)
+        if self.form.bits == 8:
+            return self.empty(outputs, width, dtype=torch.int8), self.empty(outputs, dtype=torch.float32)
+        scale = self.empty(outputs, width // 32, dtype=torch.float32)
+        return self.empty(outputs, width // 2, dtype=torch.uint8), scale, scale
+
+    @property
+    def single(self) -> bool:
+        """Whether the layers run by kernels of single rows, as `SingleRowPass.fits` says."""
+        largest = max(2 * outputs * width for outputs, width in self.wanted.matrices)
+        fits = self.form.bits < 16 or largest <= LARGEST_GEMV
+        return self.wanted.batch == 1 and bool(self.form.kernel) and fits
+
+    def single_layers(
+        self, x: torch.Tensor, slots: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers of a pass of one row: as `layer`."""
+        wanted, shape, head, kernels = self.wanted, self.wanted.shape, self.wanted.head, self.kernels
+        weight, stream = self.empty(shape.width), x
+        row = single_row.NormedRow(rows.norm(kernels, x, weight, eps=1e-5)[0])
+        qkv, out, gate_up, down = (
+            single_row.RowMatrix(self.form.kernel, self.parts(*sizes), None) for sizes in wanted.matrices
+        )
+        pools = (self.empty(PAGE * 2, shape.kv_heads, head), self.empty(PAGE * 2, shape.kv_heads, head))
+        rule = attention.AttentionRule(head**-0.5)
+        for number in range(shape.layers):
+            q = single_row.rotate(kernels, row, qkv, turn, pools, slots)
+            attended = attention.attend_pages(kernels, q, pools, self.paged, PAGE, rule).view(1, -1)
+            row, stream = single_row.add(kernels, attended, out, stream, weight, 1e-5)
+            gated = single_row.gate(kernels, row, gate_up, "silu")
+            if number + 1 < shape.layers:
+                row, stream = single_row.add(kernels, gated, down, stream, weight, 1e-5)
+        return self.product(gated, shape.width, "down"), stream
 
     def layer(self, x: torch.Tensor, before: torch.Tensor | None, slots: torch.Tensor,
               turn: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -207,7 +240,9 @@ class _Recorded:
             tokens = self.empty(wanted.batch, dtype=torch.long)
             x, stream = F.embedding(tokens, self.empty(shape.vocabulary, shape.width)), None
             turn = tuple(F.embedding(tokens, self.empty(wanted.context, wanted.head)) for _ in range(2))
-            for _ in range(shape.layers):
+            if self.single:
+                x, stream = self.single_layers(x, tokens, (turn[0], turn[1]))
+            for _ in range(0 if self.single else shape.layers):
                 x, stream = self.layer(x, stream, tokens, (turn[0], turn[1]))
             x, _ = rows.norm(self.kernels, x, self.empty(shape.width), residual=stream, eps=1e-5)
             logits = self.product(x, shape.vocabulary, "head", plain=True)

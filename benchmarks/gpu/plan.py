@@ -83,6 +83,7 @@ SUITES = {
     "sampling_kernels": 6,
     "packed_products": 6,
     "gemv_kernels": 4,
+    "single_row_kernels": 3,
     "block_kernels": 4,
 }  # seconds
 STAGES = ("stage0", "stage1", "stage2", "stage3")

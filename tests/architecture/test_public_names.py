@@ -13,7 +13,15 @@ from deepspeed.foundation.addresses import ADDRESSES, PLACEHOLDERS
 
 FROZEN = (Path(__file__).parent / "public_names.txt").read_text().splitlines()
 ROOMS = ("deepspeed.ops",)  # every module in them is a public address, and every row of the table of addresses
-_KERNELS = ("paged_attention", "row_kernels", "sampling_kernels", "packed_products", "gemv_kernels", "block_kernels")
+_KERNELS = (
+    "paged_attention",
+    "row_kernels",
+    "sampling_kernels",
+    "packed_products",
+    "gemv_kernels",
+    "block_kernels",
+    "single_row_kernels",
+)
 NEED_TRITON = {f"deepspeed.ops.triton.{name}" for name in _KERNELS}  # which other modules name by their strings
 FRONT = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.git_version_info", "deepspeed.zero")
 

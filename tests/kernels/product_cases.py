@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from deepspeed.inference.quantization.float8 import FLOAT8, scaled_rows
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
+from deepspeed.ops.triton import products
 from deepspeed.ops.triton.attention import Kernels
 from deepspeed.ops.triton.products import dense_product, packed_product
+from deepspeed.ops.triton.row_variants import wide_variant
 from tests.kernels.pairs import pairwise
 from tests.kernels.row_cases import DTYPES, spread
 
@@ -23,6 +26,10 @@ OPTIONS = {
 }  # fmt: skip
 FEW = {
     "form": ("dense", "int8", "int4", "fp8"), "rows": (1, 2, 3), "outputs": (1, 13, 32), "inputs": (32, 160, 2080),
+    "dtype": DTYPES[1:], "bias": (False, True), "gap": (0, 16), "size": (1.0, 1e-5),
+}  # fmt: skip
+WIDE = {
+    "form": ("int8", "int4", "fp8"), "rows": (20, 33, 130), "outputs": (32, 70), "inputs": (128, 384),
     "dtype": DTYPES[1:], "bias": (False, True), "gap": (0, 16), "size": (1.0, 1e-5),
 }  # fmt: skip
 FORMATS = {"int8": PackingFormat(8, 0, 1, True), "int4": PackingFormat(4, 32, 1, False)}
@@ -39,7 +46,8 @@ def matrix(form: str, outputs: int, inputs: int) -> tuple[tuple[torch.Tensor, ..
     return parts if form == "int4" else parts[:2], packed.dense().double()
 
 
-def _product(case: dict[str, Any], few: bool = False) -> Check:
+def _product(case: dict[str, Any], few: bool = False, many: bool = False) -> Check:
+    """`few`: without invariance, by kernels for few rows; `many`: likewise, for many."""
     dtype, form = case["dtype"], case["form"]
 
     def check(kernels: Kernels) -> None:
@@ -56,7 +64,7 @@ def _product(case: dict[str, Any], few: bool = False) -> Check:
         def product(rows: torch.Tensor) -> torch.Tensor:
             if form == "dense":
                 return dense_product(kernels, rows, weight, bias)
-            return packed_product(kernels, rows, form, parts, bias, invariant=not few)
+            return packed_product(kernels, rows, form, parts, bias, invariant=not few and not many)
 
         result = product(inputs)
         wanted = inputs.double() @ values.T + (0 if bias is None else bias.double())
@@ -65,8 +73,8 @@ def _product(case: dict[str, Any], few: bool = False) -> Check:
         error = float((result.double() - wanted).abs().max() / torch.maximum(wanted.abs().max(), size))
         step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps / float(size)  # of subnormal results
         assert error <= TOLERANCE[dtype] + step, f"off by {error:.2g}"
-        alone = torch.cat([product(row[None]) for row in inputs[-2:]])
-        assert torch.equal(alone, result[-2:]), "a row's bits depend on its neighbours"
+        alone = product(inputs.flip(0)).flip(0) if many else torch.cat([product(row[None]) for row in inputs[-2:]])
+        assert torch.equal(alone, result[-len(alone) :]), "a row's bits depend on its neighbours"
 
     return check
 
@@ -98,9 +106,26 @@ def _named(cases: list[dict[str, Any]], few: bool) -> dict[str, Check]:
     return made | {name: functools.partial(check, invariant=not few) for name, check in whole.items()}
 
 
+def _few_wide(kernels: Kernels) -> None:
+    """17 to 32 rows with a matrix of 4 bits that is large."""
+    inputs, variant = spread(20, 64, torch.bfloat16, 5), wide_variant(torch.bfloat16, "int4", 20, 1 << 20, 64)
+    parts, values = matrix("int4", 140, 64)
+    with mock.patch.object(products, "wide_variant", lambda *_: variant):
+        result = packed_product(kernels, inputs, "int4", parts)
+    wanted = inputs.double() @ values.T
+    assert variant is not None and variant.constants["BLOCK_ROWS"] == 32
+    assert float((result.double() - wanted).abs().max() / wanted.abs().max()) <= TOLERANCE[torch.bfloat16]
+
+
 def checks() -> dict[str, Check]:
-    """All checks of products in tiles by name."""
-    return _named([case for seed in range(2) for case in pairwise(OPTIONS, seed)], False)
+    """All checks of products in tiles, and of many rows, by name."""
+    tiles = _named([case for seed in range(2) for case in pairwise(OPTIONS, seed)], False)
+    wide = {
+        "wide-" + "-".join(f"{key}={value}" for key, value in case.items()): _product(case, many=True)
+        for seed in range(2)
+        for case in pairwise(WIDE, seed)
+    }
+    return tiles | wide | {"wide-few": _few_wide}
 
 
 def few_checks() -> dict[str, Check]:

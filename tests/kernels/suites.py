@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.triton
-from tests.kernels import attention_cases, block_cases, product_cases, row_cases, sampling_cases
+from tests.kernels import attention_cases, block_cases, product_cases, row_cases, sampling_cases, single_row_cases
 
 FOLDER = Path(deepspeed.ops.triton.__file__).parent
 
@@ -125,5 +125,6 @@ SUITES = {
     "sampling_kernels": Suite("sampling_kernels", sampling_cases.checks, SAMPLING_EQUIVALENT),
     "block_kernels": Suite("block_kernels", block_cases.checks, BLOCK_EQUIVALENT),
     "packed_products": Suite("packed_products", product_cases.checks, PRODUCT_EQUIVALENT),
+    "single_row_kernels": Suite("single_row_kernels", single_row_cases.checks, GEMV_EQUIVALENT),
     "gemv_kernels": Suite("gemv_kernels", product_cases.few_checks, GEMV_EQUIVALENT),
 }

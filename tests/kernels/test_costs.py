@@ -14,7 +14,7 @@ from tests.kernels.needs import need_triton
 need_triton()
 
 from deepspeed.inference.sampling_params import SamplingParams  # noqa: E402
-from deepspeed.ops.triton import attention, products, rows, sampling  # noqa: E402
+from deepspeed.ops.triton import attention, products, rows, sampling, single_row  # noqa: E402
 from deepspeed.ops.triton.costs import launch_cost  # noqa: E402
 from tests.kernels.interpreter import InterpretedKernels, interpreted  # noqa: E402
 from tests.kernels.product_cases import matrix  # noqa: E402
@@ -97,11 +97,11 @@ def test_rows() -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("rows_", [17, 2, 1])
+@pytest.mark.parametrize("rows_", [33, 17, 2, 1])
 def test_products(form: str, rows_: int) -> None:
     kernels = CountedKernels(interpreted("packed_products" if rows_ > 4 else "gemv_kernels"))
     parts, _ = matrix(form, 70, 128)
-    x = spread(rows_, 128, dtype=torch.float32 if rows_ > 4 else torch.bfloat16)
+    x = spread(rows_, 128, dtype=torch.float32 if rows_ == 17 else torch.bfloat16)
     products.packed_product(kernels, x, form, parts, spread(70).to(x.dtype))
     assert kernels.compared == 1
 
@@ -112,6 +112,22 @@ def test_dense_products_of_few_rows(rows_: int) -> None:
     x, weight = spread(rows_, 160, dtype=torch.float16), spread(9, 160, dtype=torch.float16)
     products.dense_product(kernels, x, weight)
     assert kernels.compared == 1
+
+
+@pytest.mark.parametrize("form", ["dense", "int8", "int4", "fp8"])
+def test_products_of_single_rows(form: str) -> None:
+    kernels, x = CountedKernels(interpreted("single_row_kernels")), spread(1, 128, dtype=torch.bfloat16)
+    parts = (spread(256, 128, dtype=torch.bfloat16),) if form == "dense" else matrix(form, 256, 128)[0]
+    square = (parts[0][:128], *(part.view(256, -1)[:128] for part in parts[1:]))
+    whole = single_row.RowMatrix(form, parts, spread(256).bfloat16())
+    plain = single_row.RowMatrix(form, tuple(part.clone() for part in square), None)
+    row, stream = single_row.add(kernels, x, plain, x + 1, spread(128).bfloat16(), 1e-5)
+    single_row.gate(kernels, row, whole, "silu")
+    pools = spread(40, 4, 32).bfloat16(), spread(40, 4, 32).bfloat16() + 1
+    turn = spread(1, 32).bfloat16(), spread(1, 32).bfloat16() + 1
+    single_row.rotate(kernels, row, whole, turn, (pools[0][:, :2].contiguous(),
+                      pools[1][:, :2].contiguous()), torch.tensor([17]))  # fmt: skip
+    assert kernels.compared == 3 and stream.shape == (1, 128)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_logits_of_packed_matrices(form: str, tokens: int) -> None:
     right = widened(model).float()(torch.tensor(prompts((tokens,)))).logits[0].detach()
     with only_way(AllInterpreted()) as kernels:
         logits, products = logits_of(kernels, model, tokens)
-    assert set(products) == ({"gemv"} if tokens <= 4 else {"byte"})
+    assert set(products) == ({"gemv"} if tokens <= 4 else {"tile"})
     torch.testing.assert_close(logits.float(), right, rtol=0.02, atol=0.01 * right.abs().max().item())
 
 

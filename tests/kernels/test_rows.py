@@ -16,7 +16,14 @@ from tests.kernels.suites import SUITES  # noqa: E402
 
 CHECKS = {
     (suite, name): check
-    for suite in ("row_kernels", "sampling_kernels", "packed_products", "gemv_kernels", "block_kernels")
+    for suite in (
+        "row_kernels",
+        "sampling_kernels",
+        "packed_products",
+        "gemv_kernels",
+        "block_kernels",
+        "single_row_kernels",
+    )
     for name, check in SUITES[suite].checks().items()
 }
 

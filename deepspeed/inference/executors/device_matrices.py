@@ -33,6 +33,7 @@ from deepspeed.ops.triton.row_variants import (
     product_variants,
     rounding_variant,
 )
+from deepspeed.ops.triton.single_row import RowMatrix
 from deepspeed.ops.triton.variants import KernelForm
 from deepspeed.zero.parameters.parameter import is_managed
 
@@ -78,6 +79,12 @@ class DenseMatrix:
         return [out] if len(self.sizes) == 1 else list(out.split(self.sizes, 1))
 
     @property
+    def of_row(self) -> RowMatrix | None:
+        """The matrix for kernels of single rows; None: they do not multiply it."""
+        fits = self.gemv and self.weight.dtype == torch.bfloat16
+        return RowMatrix(DENSE, (self.weight.detach(),), self.bias) if fits else None
+
+    @property
     def variants(self) -> list[KernelForm]:
         """The kernels that it needs."""
         return [*gemv_variants(self.weight.dtype, DENSE)] if self.gemv else []
@@ -113,6 +120,11 @@ class SlicedRows:
         else:
             sum_in_place(out, self.axis, label)
         return [out if self.bias is None else out + self.bias]
+
+    @property
+    def of_row(self) -> RowMatrix | None:
+        """None: the ranks add their sums before anything follows."""
+        return None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -159,6 +171,12 @@ class PackedMatrix:
         return [out] if len(self.sizes) == 1 else list(out.split(self.sizes, 1))
 
     @property
+    def of_row(self) -> RowMatrix | None:
+        """As `DenseMatrix.of_row`."""
+        matrix = RowMatrix(self.form, self.parts, self.bias)
+        return matrix if self.dtype == torch.bfloat16 and matrix.inputs % MULTIPLE == 0 else None
+
+    @property
     def variants(self) -> list[KernelForm]:
         """The kernels that it needs."""
         return [*product_variants(self.dtype, self.form), *([rounding_variant(self.dtype)] if self.scaled else [])]
@@ -200,6 +218,11 @@ class Matrices:
     def __call__(self, kernels: Kernels, x: torch.Tensor, block: int) -> list[torch.Tensor]:
         """Return the outputs of each matrix."""
         return [out for part in self.parts for out in part(kernels, x, block)]
+
+    @property
+    def of_row(self) -> RowMatrix | None:
+        """The one matrix that they are, for kernels of single rows; None: there are several, or they do not fit."""
+        return self.parts[0].of_row if len(self.parts) == 1 else None
 
     @property
     def variants(self) -> list[KernelForm]:

@@ -22,6 +22,7 @@ from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.pass_inputs import PassInputs, PassSizes, Tiling
 from deepspeed.inference.executors.ragged_batch import ChosenTokens, RaggedBatch, sent
 from deepspeed.inference.executors.rotation_table import rotations
+from deepspeed.inference.executors.single_row_pass import SingleRowPass
 from deepspeed.inference.executors.structure import Reader
 from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.trained_lora import TrainedLora
@@ -151,6 +152,11 @@ class PackedDecoder:
         for _, attention in self._attention:
             sizes = attention.head, attention.value
             needed.update(rotation_variants(structure.dtype, *sizes, self.interleaved, self._rotary))
+        self._single: SingleRowPass | None = None
+        rotary = 0 if self.interleaved else self._rotary
+        if not self.block and SingleRowPass.fits(structure, self._attention, rotary):
+            self._single = SingleRowPass(structure, self._attention)
+            needed.update(self._single.variants())
         self._need(needed)
         choosing = set(sampling_variants(structure.dtype).values())
         self.samples = all(map(self.kernels.has, choosing))
@@ -256,7 +262,22 @@ class PackedDecoder:
         structure, kernels = self.structure, self.kernels
         rotation = self._table.index_select(0, inputs.positions)
         places = rotation[:, : self._rotary], rotation[:, self._start : self._start + self._rotary]
-        change, stream = structure.base.embed_tokens(inputs.tokens), None
+        change = structure.base.embed_tokens(inputs.tokens)
+        if self._single is not None and len(inputs.tokens) == 1:
+            normed = self._single(kernels, change, places, inputs, self.store.layers)
+        else:
+            normed = self._layers(change, places, inputs)
+        if not inputs.sizes.wanted:  # part of a prompt; kernels are not launched for no rows
+            return normed.new_empty(0, self.vocabulary)
+        wanted = normed if inputs.sizes.every else normed.index_select(0, inputs.wanted)
+        (logits,) = structure.head(kernels, wanted, self.block)
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+    def _layers(
+        self, change: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: PassInputs
+    ) -> torch.Tensor:
+        """Return rows after the final norm, [rows, width], for embedded tokens."""
+        structure, kernels, stream = self.structure, self.kernels, None
         for number, layer in enumerate(structure.layers):
             normed, stream = layer.before(kernels, change, stream)
             change = self._attend(number, layer, normed, places, inputs)
@@ -267,12 +288,7 @@ class PackedDecoder:
             (change,) = layer.down(kernels, rows.gated(kernels, gate, up, layer.activation), self.block)
             if layer.after_mlp is not None:
                 change, _ = layer.after_mlp(kernels, change)
-        normed, _ = structure.norm(kernels, change, stream)
-        if not inputs.sizes.wanted:  # part of a prompt; kernels are not launched for no rows
-            return normed.new_empty(0, self.vocabulary)
-        wanted = normed if inputs.sizes.every else normed.index_select(0, inputs.wanted)
-        (logits,) = structure.head(kernels, wanted, self.block)
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        return structure.norm(kernels, change, stream)[0]
 
     def _attend(
         self,

@@ -26,22 +26,27 @@ _RECENT = {
     "adjust_scores": {"logits", "scores", "maxima", "firsts"},
     "weigh_parts": {"scores", "maxima", "firsts", "weights", "counts"},
     "choose_tokens": {"scores", "maxima", "firsts", "weights", "counts", "members"},
-    "byte_product": {"inputs", "out"}, "int4_product": {"inputs", "out"}, "gemv": {"inputs", "out"},
-    "round_rows": {"rows", "values", "scales"},
+    "tile_product": {"inputs", "out"}, "wide_product": {"inputs", "out"}, "gemv": {"inputs", "out"},
+    "round_rows": {"rows", "values", "scales"}, "gemv_add": {"inputs", "residual", "out", "stream", "squares"},
+    "gemv_gate": {"inputs", "squares", "out"}, "gemv_rotate": {"inputs", "squares", "cosines", "sines", "out"},
 }  # fmt: skip
 # Programs of a multiprocessor where registers or shared memory limit them, by the compiler's report for sm_90 in bf16.
 _RESIDENT = {"attend_split": 3, "attend_whole": 3, "weigh_parts": 5, "choose_tokens": 1, "round_rows": 6}
 # Likewise of products, and instructions of a warp in the loop over one block of inputs, counted in that code: by form
-# and tiles of rows, or rows of `gemv`.
+# and tiles of rows, rows of a program of `wide_product`, or rows of `gemv`.
 _TILES = {
-    "int8": {1: (4, 175), 2: (3, 245), 4: (3, 547)}, "int4": {1: (5, 291), 2: (4, 404), 4: (2, 619)},
-    "fp8": {1: (4, 231), 2: (3, 299), 4: (3, 643)},
+    8: {1: (4, 160), 2: (3, 222), 4: (4, 496)}, 4: {1: (5, 497), 2: (3, 593), 4: (4, 422)},
+    7: {1: (4, 215), 2: (3, 273), 4: (4, 575)},
+}  # fmt: skip
+_WIDE = {  # by rows of a program
+    8: {64: (3, 372), 128: (2, 232)}, 4: {32: (3, 479), 64: (2, 478), 128: (1, 271)}, 7: {64: (3, 415), 128: (2, 255)},
 }  # fmt: skip
 _GEMV = {
     16: {1: (9, 138), 2: (5, 195)}, 8: {1: (3, 487), 2: (3, 464)}, 4: {1: (4, 533), 2: (3, 820)},
     7: {1: (4, 652), 2: (4, 513)},
 }  # fmt: skip
 _GEMV_ENDS = 400  # instructions of a warp of `gemv` before and after its loop: sums over threads, addresses
+_SINGLE_ROW_ENDS = 600  # of kernels of single rows: sums of squares, residual, gate or rotation
 _BITS = {16: 16, 8: 8, 7: 8, 4: 4}  # of an element, by form of `gemv`
 _PLACES = 4  # bytes of the numbers in tables and tiles
 
@@ -266,11 +271,10 @@ def _choice(call: _LaunchCall, candidates: int | None = None) -> KernelCost:
     return cost
 
 
-def _matrix(call: _LaunchCall, bits: int) -> tuple[dict[str, float], float]:
+def _matrix(call: _LaunchCall, rows: int, outputs: int, bits: int) -> tuple[dict[str, float], float]:
     """Bytes that a product reads of each argument, and those of the parts of its matrix."""
-    rows, outputs, width, item = call["rows"], call["outputs"], call["inputs_"], call.size("inputs")
-    name = next(name for name in ("integers", "values", "weights") if name in call.values)
-    parts: dict[str, float] = {name: outputs * width * bits // 8}
+    width, item = call["inputs_"], call.size("inputs")
+    parts: dict[str, float] = {"weights": outputs * width * bits // 8}
     if bits == 4:
         parts |= {"scales": outputs * width // 32 * 4, "offsets": outputs * width // 32 * 4}
     elif bits == 8:
@@ -284,18 +288,19 @@ def _matrix(call: _LaunchCall, bits: int) -> tuple[dict[str, float], float]:
 def _counted(call: _LaunchCall) -> tuple[int, int]:
     """Programs of a product that a multiprocessor holds, and instructions of its loop."""
     sizes = call.constants
-    if call.variant.kernel == "gemv":
-        return _GEMV[sizes["FORM"]][sizes["ROWS"]]
-    form = "int4" if call.variant.kernel == "int4_product" else "fp8" if sizes["FLOAT8"] else "int8"
-    return _TILES[form][sizes["TILES"]]
+    if call.variant.kernel.startswith("gemv"):
+        return _GEMV[sizes["FORM"]][sizes.get("ROWS", 1)]
+    if call.variant.kernel == "wide_product":
+        return _WIDE[sizes["FORM"]][sizes["BLOCK_ROWS"]]
+    return _TILES[sizes["FORM"]][sizes["TILES"]]
 
 
 def _product(call: _LaunchCall) -> KernelCost:
     rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
     sizes, item = call.constants, call.size("inputs")
-    read, parts = _matrix(call, 4 if call.variant.kernel == "int4_product" else 8)
+    read, parts = _matrix(call, rows, outputs, _BITS[sizes["FORM"]])
     again = (call.grid[0] - 1) * parts + (call.grid[1] - 1) * read["inputs"]
-    loops, tiles = -(-width // sizes["BLOCK_IN"]), sizes["TILES"]
+    loops, tiles = -(-width // sizes["BLOCK_IN"]), sizes.get("TILES", 1)
     programs = call.grid[0] * call.grid[1]
     block = sizes["BLOCK_OUT"] * sizes["BLOCK_IN"] * parts / (outputs * width)
     resident, instructions = _counted(call)
@@ -310,7 +315,7 @@ def _product(call: _LaunchCall) -> KernelCost:
 def _gemv(call: _LaunchCall) -> KernelCost:
     rows, outputs, width = call["rows"], call["outputs"], call["inputs_"]
     sizes, bits = call.constants, _BITS[call.constants["FORM"]]
-    read, parts = _matrix(call, bits)
+    read, parts = _matrix(call, rows, outputs, bits)
     again = (call.grid[0] - 1) * parts + (call.grid[1] * sizes["ROWS"] - 1) * width * call.size("inputs")
     loops = -(-width * bits // 32 // sizes["BLOCK_WORDS"])
     programs = call.grid[0] * call.grid[1]
@@ -319,6 +324,36 @@ def _gemv(call: _LaunchCall) -> KernelCost:
     issued = programs * call.variant.warps * float(loops * instructions + _GEMV_ENDS)
     out: dict[str, float] = {"out": rows * outputs * call.size("out")}
     return KernelCost(read, out, max(again, 0.0), 0.0, issued, programs, block, resident)
+
+
+def _single_row(call: _LaunchCall) -> KernelCost:
+    """A product of one row, with what comes before and after it."""
+    sizes, width, kernel = call.constants, call["inputs_"], call.variant.kernel
+    bits, item = _BITS[sizes["FORM"]], call.size("inputs")
+    programs = call.grid[0] * call.grid[1]
+    outputs = call["outputs"] if kernel == "gemv_add" else programs * sizes["BLOCK_OUT"]
+    outputs = 2 * call["outputs"] if kernel == "gemv_gate" else outputs
+    read, parts = _matrix(call, 1, outputs, bits)
+    again, written = (programs - 1) * width * item, dict[str, float]()
+    if kernel == "gemv_add":
+        read |= {"residual": outputs * item, "norm": outputs * item}
+        written = {"out": outputs * item, "stream": outputs * item, "squares": programs * 4}
+    else:
+        read["squares"] = call["parts"] * 4
+        again += (programs - 1) * call["parts"] * 4
+    if kernel == "gemv_gate":
+        written["out"] = call["outputs"] * item
+    elif kernel == "gemv_rotate":
+        head = call["head_size"] * item
+        read |= {"cosines": head, "sines": head, "slots": 8}
+        again += (programs - 1) * 8 + 2 * head * (call["heads"] + call["cached"] - 1)
+        pages = {"key_pool": call["cached"] * head, "value_pool": call["cached"] * head}
+        written = {"out": call["heads"] * head, **pages}
+    loops = -(-width * bits // 32 // sizes["BLOCK_WORDS"])
+    block = sizes["BLOCK_OUT"] * min(sizes["BLOCK_WORDS"] * 32 / bits, width) * parts / (outputs * width)
+    resident, instructions = _counted(call)
+    issued = programs * call.variant.warps * float(loops * instructions + _SINGLE_ROW_ENDS)
+    return KernelCost(read, written, again, 0.0, issued, programs, block, resident)
 
 
 def _rounding(call: _LaunchCall) -> KernelCost:
@@ -331,8 +366,9 @@ def _rounding(call: _LaunchCall) -> KernelCost:
 _COSTS: Mapping[str, Callable[..., KernelCost]] = {
     "attend_split": _attention, "attend_whole": _attention, "join_splits": _join, "norm_rows": _norm,
     "rotate_into_pages": _rotation, "gate_rows": _gate, "draw_numbers": _numbers, "adjust_scores": _scores,
-    "weigh_parts": _weights, "choose_tokens": _choice, "byte_product": _product, "int4_product": _product,
+    "weigh_parts": _weights, "choose_tokens": _choice, "tile_product": _product, "wide_product": _product,
     "gemv": _gemv, "round_rows": _rounding,
+    "gemv_add": _single_row, "gemv_gate": _single_row, "gemv_rotate": _single_row,
 }  # fmt: skip
 _SAMPLING = (_scores, _weights, _choice)
 
@@ -359,7 +395,7 @@ def launch_cost(
     cost = formula(call, candidates) if formula in _SAMPLING else formula(call)
     cost.recent = frozenset(_RECENT.get(variant.kernel, ()))
     threads = THREADS // (variant.warps * WARP)
-    products = cost.resident if formula in (_product, _gemv) else 32
+    products = cost.resident if formula in (_product, _gemv, _single_row) else 32
     cost.resident = min(threads, 32, products, _RESIDENT.get(variant.kernel, 32))
     return cost
 

@@ -175,19 +175,15 @@ def store_row(out, out_row, row, rows, output, outputs, total, bias, has_bias):
 
 
 @jit
-def gemv(
-    inputs, weights, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
+def multiplied(
+    inputs, weights, scales, offsets, input_row, row, rows, output, known, inputs_, scale_step,
     FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """inputs [rows, inputs_] times a matrix [outputs, inputs_] transposed, plus bias.
+    """Return the products of rows `row` and (with two ROWS) `row` + 1 with rows `output` of a matrix, each [outputs].
 
-    weights: the matrix as words of 32 bits, [outputs, inputs_ · bits / 32], in the FORM `DENSE`, `INT8`, `INT4` or
-    `FLOAT8`. scales: one for each output (in 4 bits: for each 32 inputs, with offsets), `scale_step` apart.
-    Grid: (groups of ROWS rows, blocks of outputs). ROWS: 1 or 2. A row has equal bits with both.
+    known [outputs]: whether there is such an output; others as in `gemv`.
     """
-    row = tl.program_id(0) * ROWS
-    output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    there = (output < outputs)[:, None]
+    there = known[:, None]
     dtype: tl.constexpr = inputs.dtype.element_ty
     GROUPS: tl.constexpr = BLOCK_WORDS // 4
     OF_WORD: tl.constexpr = 2 if FORM == DENSE else 8 if FORM == INT4 else 4
@@ -220,9 +216,27 @@ def gemv(
         total = total * INTEGERS_LEFT - 128.0 * tl.sum(sums, 0)
         other = other * INTEGERS_LEFT - 128.0 * tl.sum(other_sums, 0)
     if FORM == INT8 or FORM == FLOAT8:
-        factor = tl.load(scales + output * scale_step, mask=output < outputs, other=0.0)
+        factor = tl.load(scales + output * scale_step, mask=known, other=0.0)
         factor = factor * FLOAT8_LEFT if FORM == FLOAT8 else factor
         total, other = total * factor, other * factor
+    return total, other
+
+
+@jit
+def gemv(
+    inputs, weights, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
+    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """inputs [rows, inputs_] times a matrix [outputs, inputs_] transposed, plus bias.
+
+    weights: the matrix as words of 32 bits, [outputs, inputs_ · bits / 32], in the FORM `DENSE`, `INT8`, `INT4` or
+    `FLOAT8`. scales: one for each output (in 4 bits: for each 32 inputs, with offsets), `scale_step` apart.
+    Grid: (groups of ROWS rows, blocks of outputs). ROWS: 1 or 2. A row has equal bits with both.
+    """
+    row = tl.program_id(0) * ROWS
+    output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    total, other = multiplied(inputs, weights, scales, offsets, input_row, row, rows, output, output < outputs, inputs_,
+                              scale_step, FORM, ROWS, BLOCK_OUT, BLOCK_WORDS)  # fmt: skip
     store_row(out, out_row, row, rows, output, outputs, total, bias, has_bias)
     if ROWS > 1:
         store_row(out, out_row, row + 1, rows, output, outputs, other, bias, has_bias)

@@ -1,9 +1,13 @@
 """Products of rows in tiles with matrices in int8, e4m3 or 4 bits. Needs Triton.
 
-The formats are those of `deepspeed.inference.quantization`. A program computes BLOCK_OUT outputs of up to
-TILES tiles of BLOCK_ROWS rows, over all inputs and in one order: a row's bits depend on itself alone, and not on the
-number of tiles. Weights are decoded once for all tiles. Integers and e4m3 are exact in every dtype, so scales are
-applied to sums: to that over all inputs in 8 bits, to those of 32 inputs in 4.
+The formats are those of `deepspeed.inference.quantization`. `tile_product` is for up to 64 rows: a program computes
+BLOCK_OUT outputs of up to TILES tiles of 16 rows, over all inputs and in one order, so that a row's bits depend on
+itself alone, and not on the number of tiles. `wide_product` is for more: a program computes a matrix of BLOCK_OUT
+outputs times BLOCK_ROWS rows, whose left side, the decoded weights, matrix instructions read from registers. Both
+decode a weight once for all rows of a program.
+
+Integers of 8 bits and e4m3 are exact in every dtype, so their scale is applied to sums. Numbers of 4 bits are scaled
+before the product, in fp32, and rounded to the dtype of the rows, as `PackedWeight.dense` rounds them.
 """
 
 from __future__ import annotations
@@ -12,28 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from triton import jit  # type: ignore[import-not-found]
 
 GROUP = tl.constexpr(32)  # inputs with one scale and offset, in 4 bits
-
-
-@jit
-def load_rows(inputs, input_row, row, rows, places, inside):
-    """Return a tile of inputs, [rows, places], zero where there is none."""
-    return tl.load(
-        inputs + row.to(tl.int64)[:, None] * input_row + places[None, :],
-        mask=(row < rows)[:, None] & inside[None, :],
-        other=0.0,
-    )
-
-
-@jit
-def store_outputs(out, out_row, row, rows, output, outputs, total, bias, has_bias):
-    """Add the bias to a tile's outputs and store them."""
-    if has_bias != 0:
-        total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + row.to(tl.int64)[:, None] * out_row + output[None, :],
-        total.to(out.dtype.element_ty),
-        mask=(row < rows)[:, None] & (output < outputs)[None, :],
-    )
+INT8, INT4, FLOAT8 = tl.constexpr(8), tl.constexpr(4), tl.constexpr(7)  # forms of a matrix
 
 
 @jit
@@ -50,141 +33,130 @@ def from_float8(bits, dtype: tl.constexpr):
 
 
 @jit
-def byte_product(
-    inputs, values, scales, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
-    FLOAT8: tl.constexpr,
+def from_nibbles(pairs, scale, offset, dtype: tl.constexpr, GROUPS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """Return numbers in a dtype, [outputs, 32 · groups], of two integers in a byte of `pairs` [outputs, 16 · groups].
+
+    An integer becomes the first bits of the mantissa of a number from 1 to 2, which is 1 + integer / 16.
+    """
+    word = pairs.to(tl.int32)
+    low = ((word << 19) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+    high = ((word << 15) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+    numbers = tl.reshape(tl.join(low, high), [BLOCK_OUT, GROUPS, GROUP])
+    factor = tl.broadcast_to((scale * 16.0)[:, :, None], BLOCK_OUT, GROUPS, GROUP)
+    base = tl.broadcast_to((offset - scale * 16.0)[:, :, None], BLOCK_OUT, GROUPS, GROUP)
+    return tl.reshape(tl.fma(numbers, factor, base).to(dtype), [BLOCK_OUT, GROUPS * GROUP])
+
+
+@jit
+def decoded(
+    weights, scales, offsets, output, start, width, dtype: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return a block [outputs, BLOCK_IN] of a matrix from input `start` on, in a dtype.
+
+    EVEN: `width` is a multiple of BLOCK_IN; else inputs beyond it are 0. In 8 bits, scales are not applied.
+    """
+    line = output.to(tl.int64)[:, None]
+    if FORM == INT4:
+        GROUPS: tl.constexpr = BLOCK_IN // GROUP
+        place, group = tl.arange(0, BLOCK_IN // 2) + start // 2, tl.arange(0, GROUPS) + start // GROUP
+        inside = (place < width // 2) | (EVEN == 1)
+        known = (group < width // GROUP) | (EVEN == 1)
+        pairs = tl.load(weights + line * (width // 2) + place[None, :], mask=inside[None, :], other=0)
+        entry = line * (width // GROUP) + group[None, :]
+        scale = tl.load(scales + entry, mask=known[None, :], other=0.0)
+        offset = tl.load(offsets + entry, mask=known[None, :], other=0.0)
+        return from_nibbles(pairs, scale, offset, dtype, GROUPS, BLOCK_OUT)
+    else:
+        place = start + tl.arange(0, BLOCK_IN)
+        inside = (place < width) | (EVEN == 1)
+        bits = tl.load(weights + line * width + place[None, :], mask=inside[None, :], other=0)
+        return from_float8(bits, dtype) if FORM == FLOAT8 else bits.to(dtype)
+
+
+@jit
+def load_rows(inputs, input_row, row, start, width, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr):
+    """Return a tile of inputs, [rows, BLOCK_IN], from input `start` on; zero beyond the last, unless all are EVEN."""
+    place = start + tl.arange(0, BLOCK_IN)
+    inside = (place < width) | (EVEN == 1)
+    return tl.load(inputs + row.to(tl.int64)[:, None] * input_row + place[None, :], mask=inside[None, :], other=0.0)
+
+
+@jit
+def finished(total, scales, scale_step, bias, has_bias, output, FORM: tl.constexpr):
+    """Return sums [rows, outputs] times their scales, plus bias."""
+    if FORM != INT4:
+        total *= tl.load(scales + output * scale_step)[None, :]
+    if has_bias != 0:
+        total += tl.load(bias + output).to(tl.float32)[None, :]
+    return total
+
+
+@jit
+def store_outputs(out, out_row, row, rows, output, outputs, total):
+    """Store the outputs of a tile, [rows, outputs]."""
+    there = (row < rows)[:, None] & (output < outputs)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * out_row + output[None, :], total.to(out.dtype.element_ty), mask=there)
+
+
+@jit
+def tile_product(
+    inputs, weights, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
+    FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """inputs [rows, inputs_] times values [outputs, inputs_] transposed, times scales `scale_step` apart, plus bias.
+    """inputs [rows, inputs_] times a matrix [outputs, inputs_] transposed, plus bias.
 
-    values: int8; with FLOAT8, the bits of e4m3. Grid: (groups of TILES tiles of rows, blocks of outputs). TILES: 1, 2
-    or 4.
+    weights: `INT8` int8, or `FLOAT8` the bits of e4m3, with scales `scale_step` apart; `INT4`: two columns in a byte,
+    the first in the low bits, with scales and offsets [outputs, inputs_ / 32]. Grid: (groups of TILES tiles of rows,
+    blocks of outputs). TILES: 1, 2 or 4.
     """
     row = tl.program_id(0) * (BLOCK_ROWS * TILES) + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # What lies beyond the last row or output is computed from the last one, and not stored: that needs no masks.
+    line, last = tl.minimum(output, outputs - 1), rows - 1
     total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     second, third, fourth = total, total, total
-    starts = output.to(tl.int64) * inputs_
     for start in range(0, inputs_, BLOCK_IN):
-        places = start + tl.arange(0, BLOCK_IN)
-        inside = places < inputs_
-        x = load_rows(inputs, input_row, row, rows, places, inside)
-        weight = tl.load(
-            values + starts[None, :] + places[:, None], mask=(output < outputs)[None, :] & inside[:, None], other=0
-        )
-        weight = from_float8(weight, x.dtype) if FLOAT8 else weight.to(x.dtype)
+        weight = tl.trans(decoded(weights, scales, offsets, line, start, inputs_, inputs.dtype.element_ty,
+                                  FORM, BLOCK_OUT, BLOCK_IN, EVEN))  # fmt: skip
+        x = load_rows(inputs, input_row, tl.minimum(row, last), start, inputs_, BLOCK_IN, EVEN)
         total = tl.dot(x, weight, total, input_precision="ieee")
         if TILES > 1:
-            x = load_rows(inputs, input_row, row + BLOCK_ROWS, rows, places, inside)
+            x = load_rows(inputs, input_row, tl.minimum(row + BLOCK_ROWS, last), start, inputs_, BLOCK_IN, EVEN)
             second = tl.dot(x, weight, second, input_precision="ieee")
         if TILES > 2:
-            x = load_rows(inputs, input_row, row + 2 * BLOCK_ROWS, rows, places, inside)
+            x = load_rows(inputs, input_row, tl.minimum(row + 2 * BLOCK_ROWS, last), start, inputs_, BLOCK_IN, EVEN)
             third = tl.dot(x, weight, third, input_precision="ieee")
-            x = load_rows(inputs, input_row, row + 3 * BLOCK_ROWS, rows, places, inside)
+            x = load_rows(inputs, input_row, tl.minimum(row + 3 * BLOCK_ROWS, last), start, inputs_, BLOCK_IN, EVEN)
             fourth = tl.dot(x, weight, fourth, input_precision="ieee")
-    scale = tl.load(scales + output * scale_step, mask=output < outputs, other=0.0)[None, :]
-    store_outputs(out, out_row, row, rows, output, outputs, total * scale, bias, has_bias)
+    total = finished(total, scales, scale_step, bias, has_bias, line, FORM)
+    store_outputs(out, out_row, row, rows, output, outputs, total)
     if TILES > 1:
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, second * scale, bias, has_bias)
+        second = finished(second, scales, scale_step, bias, has_bias, line, FORM)
+        store_outputs(out, out_row, row + BLOCK_ROWS, rows, output, outputs, second)
     if TILES > 2:
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, third * scale, bias, has_bias)
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, fourth * scale, bias, has_bias)
+        third = finished(third, scales, scale_step, bias, has_bias, line, FORM)
+        store_outputs(out, out_row, row + 2 * BLOCK_ROWS, rows, output, outputs, third)
+        fourth = finished(fourth, scales, scale_step, bias, has_bias, line, FORM)
+        store_outputs(out, out_row, row + 3 * BLOCK_ROWS, rows, output, outputs, fourth)
 
 
 @jit
-def from_nibbles(nibbles, dtype: tl.constexpr):
-    """Return integers from 0 to 15 in a dtype, plus `base_of` it: in 16 bits they become the last bits of a mantissa,
-    which takes one instruction."""
-    if dtype == tl.bfloat16:
-        return (nibbles | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif dtype == tl.float16:
-        return (nibbles | 0x6400).to(tl.float16, bitcast=True)
-    else:
-        return nibbles.to(tl.float32)
-
-
-@jit
-def base_of(dtype: tl.constexpr):
-    """Return what `from_nibbles` adds."""
-    if dtype == tl.bfloat16:
-        return 128.0
-    elif dtype == tl.float16:
-        return 1024.0
-    else:
-        return 0.0
-
-
-@jit
-def add_groups(
-    total, inputs, input_row, row, rows, columns, inside, low, high, scale, shift,
-    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+def wide_product(
+    inputs, weights, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, scale_step, has_bias,
+    FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Return sums of each group of inputs, [GROUPS, rows, outputs], with those of some more columns, [GROUPS, 32]."""
-    x = tl.load(
-        inputs + row.to(tl.int64)[None, :, None] * input_row + columns[:, None, :],
-        mask=(row < rows)[None, :, None] & inside[:, None, None],
-        other=0.0,
-    )
-    even, odd = tl.split(tl.reshape(x, [GROUPS, BLOCK_ROWS, GROUP // 2, 2]))
-    part = tl.dot(even, low, input_precision="ieee")
-    part = tl.dot(odd, high, part, input_precision="ieee")
-    sums = tl.sum(x.to(tl.float32), 2)
-    total = tl.fma(part, tl.broadcast_to(scale[:, None, :], GROUPS, BLOCK_ROWS, BLOCK_OUT), total)
-    sums = tl.broadcast_to(sums[:, :, None], GROUPS, BLOCK_ROWS, BLOCK_OUT)
-    return tl.fma(sums, tl.broadcast_to(shift[:, None, :], GROUPS, BLOCK_ROWS, BLOCK_OUT), total)
-
-
-@jit
-def int4_product(
-    inputs, integers, scales, offsets, bias, out, input_row, out_row, rows, outputs, inputs_, has_bias,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """As `byte_product`, with two columns in a byte, the first in the low bits, and an element of integer · scale +
-    offset; scales and offsets [outputs, inputs_ / 32]. Sums are kept by group of a block, and joined at the end."""
-    GROUPS: tl.constexpr = BLOCK_IN // GROUP
-    row = tl.program_id(0) * (BLOCK_ROWS * TILES) + tl.arange(0, BLOCK_ROWS)
+    """As `tile_product`. Grid: (blocks of rows, blocks of outputs): programs side by side read the same weights."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    total = tl.zeros([GROUPS, BLOCK_ROWS, BLOCK_OUT], tl.float32)
-    second, third, fourth = total, total, total
-    there, groups, group = output < outputs, inputs_ // GROUP, tl.arange(0, GROUPS)
-    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    pairs = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-    bytes_ = integers + output.to(tl.int64)[None, None, :] * (inputs_ // 2) + pairs[:, :, None]
-    entries = output.to(tl.int64)[None, :] * groups + group[:, None]
-    known = there[None, :] & (group < groups)[:, None]
-    scale, offset = tl.load(scales + entries, mask=known, other=0.0), tl.load(offsets + entries, mask=known, other=0.0)
-    for first in range(0, groups, GROUPS):
-        inside = group + first < groups
-        both = tl.load(bytes_ + first * (GROUP // 2), mask=there[None, None, :] & inside[:, None, None], other=0)
-        both = both.to(tl.int16)
-        low = from_nibbles(both & 15, inputs.dtype.element_ty)
-        high = from_nibbles((both >> 4) & 15, inputs.dtype.element_ty)
-        shift = offset - base_of(inputs.dtype.element_ty) * scale
-        used = scale
-        # Read before they are needed: nothing else would hide the wait.
-        known = there[None, :] & (group + first + GROUPS < groups)[:, None]
-        scale = tl.load(scales + entries + first + GROUPS, mask=known, other=0.0)
-        offset = tl.load(offsets + entries + first + GROUPS, mask=known, other=0.0)
-        places = first * GROUP + columns
-        total = add_groups(total, inputs, input_row, row, rows, places, inside, low, high, used, shift,
-                           GROUPS, BLOCK_ROWS, BLOCK_OUT)  # fmt: skip
-        if TILES > 1:
-            second = add_groups(second, inputs, input_row, row + BLOCK_ROWS, rows, places, inside, low, high, used,
-                                shift, GROUPS, BLOCK_ROWS, BLOCK_OUT)  # fmt: skip
-        if TILES > 2:
-            third = add_groups(third, inputs, input_row, row + 2 * BLOCK_ROWS, rows, places, inside, low, high, used,
-                               shift, GROUPS, BLOCK_ROWS, BLOCK_OUT)  # fmt: skip
-            fourth = add_groups(fourth, inputs, input_row, row + 3 * BLOCK_ROWS, rows, places, inside, low, high, used,
-                                shift, GROUPS, BLOCK_ROWS, BLOCK_OUT)  # fmt: skip
-    store_outputs(out, out_row, row, rows, output, outputs, tl.sum(total, 0), bias, has_bias)
-    if TILES > 1:
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, tl.sum(second, 0), bias, has_bias)
-    if TILES > 2:
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, tl.sum(third, 0), bias, has_bias)
-        row += BLOCK_ROWS
-        store_outputs(out, out_row, row, rows, output, outputs, tl.sum(fourth, 0), bias, has_bias)
+    line, place = tl.minimum(output, outputs - 1), tl.minimum(row, rows - 1)
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for start in range(0, inputs_, BLOCK_IN):
+        x = load_rows(inputs, input_row, place, start, inputs_, BLOCK_IN, EVEN)
+        weight = decoded(weights, scales, offsets, line, start, inputs_, inputs.dtype.element_ty,
+                         FORM, BLOCK_OUT, BLOCK_IN, EVEN)  # fmt: skip
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    total = finished(tl.trans(total), scales, scale_step, bias, has_bias, line, FORM)
+    store_outputs(out, out_row, row, rows, output, outputs, total)

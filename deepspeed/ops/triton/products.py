@@ -1,7 +1,7 @@
 """Host's side of the kernels of matrix products: one call each, with checked shapes.
 
-There are two kernels for a packed matrix: one for few rows, which is as fast as the matrix is read, and one for tiles
-of 16 rows. A row's bits depend on itself and on the kernel.
+There are three kernels for a packed matrix: one for few rows, which is as fast as the matrix is read, one for tiles of
+16 rows, and one for many rows. A row's bits depend on itself and on the kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deepspeed.ops.triton.row_variants import (
     gemv_variant,
     product_variant,
     rounding_variant,
+    wide_variant,
 )
 
 FEW_ROWS = 4  # of a packed matrix, for which the kernel for few rows decodes twice at most
@@ -64,14 +65,16 @@ def packed_product(
     few = gemv_variant(inputs.dtype, form, len(inputs)) if len(inputs) <= FEW_ROWS and not invariant else None
     if few is not None and width % 16 == 0:
         return _few_rows(kernels, few, inputs, parts, bias)
-    variant = product_variant(inputs.dtype, form, len(inputs))
+    wide = None if invariant else wide_variant(inputs.dtype, form, len(inputs), outputs, width)
+    variant = product_variant(inputs.dtype, form, len(inputs), width) if wide is None else wide
     inputs, *parts = map(aligned, (inputs, *parts))
     out = inputs.new_empty(len(inputs), outputs)
-    step = () if form == INT4 else (int(scales.numel() > 1),)
-    numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, *step, int(bias is not None))
-    blocks = variant.constants["BLOCK_ROWS"] * variant.constants["TILES"], variant.constants["BLOCK_OUT"]
-    grid = (-(-len(inputs) // blocks[0]), -(-outputs // blocks[1]), 1)
-    kernels.launch(variant, grid, (inputs, *parts, inputs if bias is None else aligned(bias), out, *numbers))
+    numbers = (inputs.stride(0), out.stride(0), len(inputs), outputs, width, int(scales.numel() > 1))
+    sizes = variant.constants
+    grid = (-(-len(inputs) // (sizes["BLOCK_ROWS"] * sizes.get("TILES", 1))), -(-outputs // sizes["BLOCK_OUT"]), 1)
+    tensors = (inputs, parts[0].view(torch.int8), parts[1], parts[-1])  # offsets: read in 4 bits only
+    added = inputs if bias is None else aligned(bias)
+    kernels.launch(variant, grid, (*tensors, added, out, *numbers, int(bias is not None)))
     return out
 
 

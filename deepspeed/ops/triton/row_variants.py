@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed.errors import ArgumentError
 from deepspeed.ops.triton.variants import DTYPES
 
 ROWS, SAMPLING, BLOCKS = "row_kernels", "sampling_kernels", "block_kernels"
-PRODUCTS, GEMV = "packed_products", "gemv_kernels"
+PRODUCTS, GEMV, SINGLE = "packed_products", "gemv_kernels", "single_row_kernels"
 BLOCK_SIZE = 256  # elements of a block of messages
 _TABLE = "starts:*i32 lengths:*i32 scale_places:*i32 code_places:*i32 blocks"
+_PRODUCT = (
+    "inputs:* weights:*i8 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs inputs_ scale_step "
+    "has_bias"
+)
 # Arguments by kernel: name and type of Triton. "*" alone is a pointer to the model's dtype.
 ARGUMENTS: dict[str, tuple[str, str]] = {
     "norm_rows": (
@@ -46,14 +51,21 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         GEMV, "inputs:* weights:*i32 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs inputs_ "
         "scale_step has_bias",
     ),
-    "byte_product": (
-        PRODUCTS, "inputs:* values:*i8 scales:*fp32 bias:* out:* input_row out_row rows outputs inputs_ scale_step "
-        "has_bias",
+    "gemv_add": (
+        SINGLE, "inputs:* weights:*i32 scales:*fp32 offsets:*fp32 bias:* residual:* norm:* out:* stream:* "
+        "squares:*fp32 outputs inputs_ scale_step has_bias shift:fp32",
     ),
-    "int4_product": (
-        PRODUCTS, "inputs:* integers:*u8 scales:*fp32 offsets:*fp32 bias:* out:* input_row out_row rows outputs "
-        "inputs_ has_bias",
+    "gemv_gate": (
+        SINGLE, "inputs:* squares:*fp32 weights:*i32 scales:*fp32 offsets:*fp32 bias:* out:* outputs inputs_ "
+        "scale_step has_bias parts eps:fp32 activation",
     ),
+    "gemv_rotate": (
+        SINGLE, "inputs:* squares:*fp32 weights:*i32 scales:*fp32 offsets:*fp32 bias:* cosines:* sines:* slots:*i64 "
+        "out:* key_pool:* value_pool:* inputs_ scale_step has_bias parts eps:fp32 heads cached head_size key_slot "
+        "key_pool_head value_slot value_pool_head",
+    ),
+    "tile_product": (PRODUCTS, _PRODUCT),
+    "wide_product": (PRODUCTS, _PRODUCT),
     "encode_blocks": (
         BLOCKS, f"values:* memory:*bf16 payload:*u8 scales:*i16 {_TABLE} beta:fp32 renewed:fp32",
     ),
@@ -106,7 +118,7 @@ class KernelVariant:
         """
         if self.module == BLOCKS:
             return frozenset()
-        if self.module == GEMV:
+        if self.module in (GEMV, SINGLE):
             return frozenset(name for name, kind in self.signature.items() if kind.startswith("*")) | _GEMV_ALIGNED
         own = ("score_row",) if self.module == SAMPLING else ("_stride", "_row", "_head", "_slot", "inputs_", "width")
         names = self.signature.items()
@@ -196,24 +208,55 @@ def sampling_variants(dtype: torch.dtype, sizes: dict[str, int] = SAMPLING_SIZES
 TILES = (1, 2, 4)  # tiles of 16 rows for which a product's program decodes its weights once
 INT8, INT4, FLOAT8, DENSE = "int8", "int4", "fp8", "dense"  # forms of a matrix
 FORMS = (INT8, INT4, FLOAT8)  # packed ones
+_FORM_NUMBERS = {DENSE: 16, INT8: 8, INT4: 4, FLOAT8: 7}
 
 
 @functools.cache
-def product_variant(dtype: torch.dtype, form: str, rows: int = 1) -> KernelVariant:
-    """Variant of the product of a number of rows, in tiles, with a matrix in int8, int4 or fp8."""
+def product_variant(dtype: torch.dtype, form: str, rows: int = 1, width: int = 0) -> KernelVariant:
+    """Variant of the product of a number of rows, in tiles, with a matrix of `width` inputs in int8, int4 or fp8."""
     tiles = next((tiles for tiles in TILES if rows <= 16 * tiles), TILES[-1])
     narrow = dtype.itemsize < 4  # without matrix instructions, products of fp32 take many registers
+    few = form == INT4 and tiles < TILES[-1]  # long blocks, since loops have few instructions
+    columns = (256 if few else 128) if narrow else 32
+    even = narrow and width % columns == 0 != width
+    tiles = tiles if even or not narrow else TILES[-1]  # other widths are rare: one variant is enough
+    columns = columns if even or not narrow else 128
     outs = 64 if narrow and form != INT4 and tiles == TILES[-1] else 32
-    sizes = (("BLOCK_ROWS", 16), ("BLOCK_OUT", outs), ("BLOCK_IN", 128 if narrow else 32), ("TILES", tiles))
-    # Few rows: as many programs as a matrix of 4,096 outputs has have to keep the whole memory busy.
-    stages = {1: 8, 2: 6, 4: 3}[tiles] if narrow else 4
-    if form == INT4:
-        return KernelVariant("int4_product", dtype, sizes, 4 if narrow else 8, stages)
-    return KernelVariant("byte_product", dtype, (("FLOAT8", int(form == FLOAT8)), *sizes), 4 if narrow else 8, stages)
+    sizes = (
+        ("FORM", _FORM_NUMBERS[form]), ("EVEN", int(even)), ("BLOCK_ROWS", 16), ("BLOCK_OUT", outs),
+        ("BLOCK_IN", columns), ("TILES", tiles),
+    )  # fmt: skip
+    # Few rows: as many bytes in flight as keep the whole memory busy with a matrix of 4,096 outputs.
+    stages = (4 if columns == 256 else {1: 8, 2: 6, 4: 3}[tiles]) if narrow else 4
+    return KernelVariant("tile_product", dtype, sizes, 4 if narrow else 8, stages)
+
+
+WIDE_ROWS = 32  # with more rows, weights are the left side of matrix instructions
+_PROGRAMS = 128  # smaller programs are launched where larger ones would leave multiprocessors without one
+
+
+@functools.cache
+def wide_variant(dtype: torch.dtype, form: str, rows: int, outputs: int, width: int) -> KernelVariant | None:
+    """Variant of `wide_product` for sizes of rows [rows, width] and outputs; None if tiles multiply them.
+
+    It decodes by fewer instructions than tiles, of which 4 bits take many; but a program has 128 outputs.
+    """
+    if dtype.itemsize != 2 or width % 64:
+        return None
+    if rows <= WIDE_ROWS:
+        return _wide(dtype, form, 32) if form == INT4 and rows > 16 and outputs >= 128 * _PROGRAMS else None
+    large = -(-rows // 128) * -(-outputs // 128) >= _PROGRAMS
+    return _wide(dtype, form, 128 if large else 64)
+
+
+def _wide(dtype: torch.dtype, form: str, rows: int) -> KernelVariant:
+    sizes = (
+        ("FORM", _FORM_NUMBERS[form]), ("EVEN", 1), ("BLOCK_ROWS", rows), ("BLOCK_OUT", 128), ("BLOCK_IN", 64),
+    )  # fmt: skip
+    return KernelVariant("wide_product", dtype, sizes, 8 if rows == 128 else 4, 4)
 
 
 GEMV_ROWS = 2  # rows of a program of `gemv` at most
-_GEMV_FORMS = {DENSE: 16, INT8: 8, INT4: 4, FLOAT8: 7}
 
 
 @functools.cache
@@ -226,7 +269,7 @@ def gemv_variant(dtype: torch.dtype, form: str, rows: int = 1) -> KernelVariant 
         return None
     each = min(rows, GEMV_ROWS)
     outs, words = (8, 256) if form == INT4 else (4 if form == DENSE or each > 1 else 8, 512)
-    sizes = (("FORM", _GEMV_FORMS[form]), ("ROWS", each), ("BLOCK_OUT", outs), ("BLOCK_WORDS", words))
+    sizes = (("FORM", _FORM_NUMBERS[form]), ("ROWS", each), ("BLOCK_OUT", outs), ("BLOCK_WORDS", words))
     return KernelVariant("gemv", dtype, sizes, 4, 1)
 
 
@@ -236,9 +279,24 @@ def gemv_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
     return [variant for variant in variants if variant is not None]
 
 
+SINGLE_ROW = ("gemv_add", "gemv_gate", "gemv_rotate")
+
+
+@functools.cache
+def single_row_variant(kernel: str, dtype: torch.dtype, form: str) -> KernelVariant:
+    """Variant of a kernel of `SINGLE_ROW` for a matrix in a form; its blocks are those of `gemv`."""
+    plain = gemv_variant(dtype, form)
+    if plain is None or dtype != torch.bfloat16:
+        raise ArgumentError(f"kernels of single rows are for bfloat16, not {dtype}")
+    sizes = tuple(size for size in plain.sizes if size[0] != "ROWS")
+    return KernelVariant(kernel, dtype, sizes, plain.warps, plain.stages)
+
+
 def product_variants(dtype: torch.dtype, form: str) -> list[KernelVariant]:
-    """Variants of the products with a packed matrix for all numbers of rows."""
-    return [*gemv_variants(dtype, form), *(product_variant(dtype, form, 16 * tiles) for tiles in TILES)]
+    """Variants of the products with a packed matrix for all numbers of rows and widths."""
+    tiles = [product_variant(dtype, form, 16 * tiles, width) for width in (1, 256) for tiles in TILES]
+    wide = [_wide(dtype, form, rows) for rows in (32, 64, 128) if dtype.itemsize == 2 and (form == INT4 or rows > 32)]
+    return [*gemv_variants(dtype, form), *dict.fromkeys(tiles), *wide]
 
 
 def rounding_variant(dtype: torch.dtype) -> KernelVariant:
@@ -280,4 +338,7 @@ def row_variants(
         wanted |= dict.fromkeys(sampling_variants(dtype).values())
         wanted |= dict.fromkeys(variant for form in FORMS for variant in product_variants(dtype, form))
         wanted |= dict.fromkeys([*gemv_variants(dtype, DENSE), rounding_variant(dtype)])
+        if dtype == torch.bfloat16:
+            forms = (DENSE, *FORMS)
+            wanted |= {single_row_variant(kernel, dtype, form): None for kernel in SINGLE_ROW for form in forms}
     yield from wanted

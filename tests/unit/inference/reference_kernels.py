@@ -162,22 +162,46 @@ def _times(inputs: Any, weight: torch.Tensor, bias: Any, out: Any, has_bias: int
     out.copy_(inputs.float() @ weight.T + (bias.float() if has_bias else 0.0))
 
 
-def _integers(integers: Any, scales: Any, offsets: Any, **more: Any) -> None:
-    _times(weight=_integers4(integers, scales, offsets), **more)
-
-
-def _bytes(values: Any, scales: Any, FLOAT8: int, **more: Any) -> None:
-    values = values.view(torch.float8_e4m3fn) if FLOAT8 else values
-    _times(weight=values.float() * scales.view(-1, 1), **more)
-
-
-def _gemv(weights: Any, scales: Any, offsets: Any, FORM: int, **more: Any) -> None:
+def _dense(weights: Any, scales: Any, offsets: Any, FORM: int) -> torch.Tensor:
+    """Values of a matrix, fp32 [outputs, inputs]."""
+    if FORM == 4:
+        return _integers4(weights.view(torch.uint8), scales, offsets)
     if FORM == 16:
-        _times(weight=weights.float(), **more)
-    elif FORM == 4:
-        _integers(weights, scales, offsets, **more)
-    else:
-        _bytes(weights, scales, int(FORM == 7), **more)
+        return weights.float()
+    return (weights.view(torch.float8_e4m3fn) if FORM == 7 else weights).float() * scales.view(-1, 1)
+
+
+def _product(weights: Any, scales: Any, offsets: Any, FORM: int, **more: Any) -> None:
+    _times(weight=_dense(weights, scales, offsets, FORM), **more)
+
+
+def _of_row(inputs: Any, squares: Any, weights: Any, scales: Any, offsets: Any, FORM: int, **more: Any) -> torch.Tensor:
+    """Outputs of a product of a row, rounded, in fp32 [outputs]."""
+    total = inputs[0].float() @ _dense(weights, scales, offsets, FORM).T
+    if more["parts"]:
+        total = total * torch.rsqrt(squares.sum() / more["inputs_"] + more["eps"])
+    return (total + more["bias"].float() if more["has_bias"] else total).to(inputs.dtype).float()
+
+
+def _row_add(residual: Any, norm: Any, out: Any, stream: Any, squares: Any, shift: float, **more: Any) -> None:
+    stream.copy_(_of_row(squares=None, parts=0, **more) + residual.float())
+    out.copy_(stream.float() * (norm.float() + shift))
+    squares.zero_()
+    squares[0] = stream.float().square().sum()
+
+
+def _row_gate(out: Any, outputs: int, activation: int, **more: Any) -> None:
+    total = _of_row(**more)
+    _gate(total[None, :outputs], total[None, outputs:], out, activation)
+
+
+def _row_rotate(
+    cosines: Any, sines: Any, slots: Any, out: Any, key_pool: Any, value_pool: Any, heads: int, cached: int,
+    head_size: int, **more: Any,
+) -> None:  # fmt: skip
+    every = _of_row(**more).view(1, -1, head_size)
+    q, k, v = every.split([heads, cached, cached], 1)
+    _rotate(q, k, v, cosines, sines, slots, out, key_pool, value_pool, 0)
 
 
 def _round(rows: Any, values: Any, scales: Any, **_: Any) -> None:
@@ -189,8 +213,8 @@ def _round(rows: Any, values: Any, scales: Any, **_: Any) -> None:
 KERNELS: dict[str, Callable[..., None]] = {
     "norm_rows": _norm, "rotate_into_pages": _rotate, "gate_rows": _gate, "attend_whole": _whole,
     "attend_split": _split, "join_splits": _join, "draw_numbers": _draw, "adjust_scores": _adjust,
-    "weigh_parts": _weigh, "choose_tokens": _choose, "byte_product": _bytes, "int4_product": _integers,
-    "gemv": _gemv, "round_rows": _round,
+    "weigh_parts": _weigh, "choose_tokens": _choose, "tile_product": _product, "wide_product": _product,
+    "gemv": _product, "round_rows": _round, "gemv_add": _row_add, "gemv_gate": _row_gate, "gemv_rotate": _row_rotate,
 }  # fmt: skip
 
 

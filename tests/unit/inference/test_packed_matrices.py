@@ -50,7 +50,7 @@ def logits_of(kernels: Any, model: Any, tokens: int, **options: Any) -> tuple[to
     launches, text = len(kernels.launches), prompts((tokens,))[0]
     logits = executor.run(RaggedBatch([BatchSlice(text, 0, [1], tokens)], 16, CPU))
     names = [name.split("_")[0] for name, _ in kernels.launches[launches:]]
-    return logits, Counter(name for name in names if name in ("gemv", "byte", "int4", "round"))
+    return logits, Counter(name for name in names if name in ("gemv", "tile", "wide", "round"))
 
 
 def widened(model: Any) -> Any:
@@ -70,7 +70,7 @@ def widened(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(("form", "ran"), [
-    ("int8", {"byte": 9}), ("int4", {"byte": 1, "int4": 8}), ("fp8", {"byte": 8}),
+    ("int8", {"tile": 9}), ("int4", {"tile": 9}), ("fp8", {"tile": 8}),
 ])  # fmt: skip
 def test_logits_are_those_of_the_values(kernels: Any, form: str, ran: dict[str, int]) -> None:
     """Four products a layer, and a head in 8 bits or none; inputs of fp8 are not rounded in fp32."""
@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_values(kernels: Any, form: str, ran: dict[str, 
 
 
 @pytest.mark.parametrize(("tokens", "options", "ran"), [
-    (2, {}, {"gemv": 8}), (4, {}, {"gemv": 8}), (2, {"batch_invariant": True}, {"byte": 8}), (11, {}, {"round": 8}),
+    (2, {}, {"gemv": 8}), (4, {}, {"gemv": 8}), (2, {"batch_invariant": True}, {"tile": 8}), (11, {}, {"round": 8}),
 ])  # fmt: skip
 def test_fp8_on_cards_that_have_its_products(kernels: Any, tokens: int, options: Any, ran: dict[str, int]) -> None:
     """More than four rows are rounded, as in the modules; without invariance few rows have a kernel of their own."""
@@ -127,7 +127,7 @@ def test_a_scaled_product_has_the_bits_of_the_module() -> None:
         (out,) = matrix(kernels, x, 0)
         torch.testing.assert_close(out, layer(x), rtol=0.02, atol=0.02)
         assert (out - wanted).abs().max() > 0.1
-    assert "byte_product" in kernels.launches[-1][0]
+    assert "tile_product" in kernels.launches[-1][0]
 
 
 def late_rows(values: torch.Tensor, scales: torch.Tensor) -> None:

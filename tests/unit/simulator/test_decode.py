@@ -111,8 +111,8 @@ def test_bytes_of_launches_are_those_of_their_tensors() -> None:
     for entry, tensors in zip(recording.entries, ([x, x, weight, out, stream], [out, stream, out],
                                                   [x, torch.zeros(3, 70), torch.zeros(70)]), strict=True):  # fmt: skip
         assert entry.work is not None
-        extra = 70 * 128 if entry.name == "byte_product" else 0  # weights
-        again = {"norm_rows": 2 * weight.nbytes, "gate_rows": 0, "byte_product": 2 * x.nbytes}[entry.name]
+        extra = 70 * 128 if entry.name == "tile_product" else 0  # weights
+        again = {"norm_rows": 2 * weight.nbytes, "gate_rows": 0, "tile_product": 2 * x.nbytes}[entry.name]
         everything = sum(tensor.nbytes for tensor in tensors) + extra
         assert entry.nbytes + entry.work.cached == everything + again
 
@@ -131,14 +131,16 @@ def test_attention_reads_the_pages_of_its_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "batch"), [("bf16", 2), ("bf16", 8), ("int8", 2), ("int8", 8), ("int4", 1), ("fp8", 1), ("fp8", 8)]
+    ("form", "batch"),
+    [("bf16", 2), ("bf16", 8), ("int8", 2), ("int8", 8), ("int4", 1), ("fp8", 1), ("int4", 40), ("fp8", 8)],
 )
 def test_a_pass_reads_its_weights_and_pages_once(form: str, batch: int) -> None:
     wanted = dataclasses.replace(TOY, form=form, batch=batch)
     made = record(wanted)
     layers, extra = wanted.shape.layers, 4 if FORMS[form].inputs and batch > FEW_ROWS else 0
-    # Embedding, cosines, sines, ten launches a layer, last norm, head, scores, choice.
-    assert made.launches - 2 == 3 + (10 + extra) * layers + 4
+    # Embedding, cosines, sines, ten launches a layer (of one row six, after a norm), last norm, head, scores, choice.
+    launches = 6 * layers + 1 if batch == 1 else (10 + extra) * layers
+    assert made.launches - 2 == 3 + launches + 4
     products = [
         e for e in made.entries if e.kind == KERNEL and e.name not in ("norm_rows", "gate_rows", "attend_split")
     ]

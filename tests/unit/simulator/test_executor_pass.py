@@ -24,7 +24,7 @@ def launches(recording: Recording) -> Counter[tuple[object, ...]]:
     return Counter((e.name, e.nbytes, e.flops, e.work) for e in kernels)
 
 
-@pytest.mark.parametrize(("batch", "context"), [(2, 600), (3, 40)])
+@pytest.mark.parametrize(("batch", "context"), [(1, 600), (2, 600), (3, 40)])
 def test_an_executor_launches_what_is_simulated(batch: int, context: int) -> None:
     config = transformers.LlamaConfig(
         vocab_size=TOY.vocabulary, hidden_size=TOY.width, intermediate_size=TOY.inner, num_hidden_layers=TOY.layers,
