@@ -172,7 +172,7 @@ def test_sums_are_formed_within_hosts_first(workers, emulated, cell: Cell) -> No
 
 
 def replicated(cell: Cell) -> runs.Seen:
-    """A cell whose replicas of shards lie on two hosts; `extra`: codecs between replicas, and whether they are alike."""
+    """A cell whose replicas of shards lie on two hosts; `extra`: codecs between replicas, whether these are alike."""
     from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param
 
     with on_two_hosts(), observed(cell.own_stream) as seen:
