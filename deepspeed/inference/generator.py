@@ -52,8 +52,7 @@ from deepspeed.inference.trained_lora import watched_weights
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
-# Prompt rows beside decoding ones: for each prompt, and at most. One prompt makes a pass at most three times as long.
-CHUNK = (16, 128)
+CHUNK = (16, 128)  # prompt rows beside decoding ones, for each prompt and of all: a pass takes three times as long
 DEVICE_CHUNK = (512, 2048)  # the same on a GPU, which computes some hundred rows while it reads the weights
 DRAFTING_STREAMS = 8  # with drafts: more sequences make a pass compute-bound, and a draft as expensive as a token
 
