@@ -27,13 +27,24 @@ struct Kernel {
 };
 constexpr int64_t MOST_ROWS = 60;
 
-// Sum of offsets times the input sums of their groups.
+// Sum of offsets times the input sums of their groups: sixteen partial sums, since one would wait for itself.
 DS_INLINE float offsets(const Matrix& m, int64_t output, const float* sums) {
-    float total = 0.0f;
+    constexpr int64_t WIDE = 16;
     const int64_t groups = m.inputs / m.group, parts = m.group / LANES;
-    for (int64_t g = 0; g < groups; g++)
-        for (int64_t i = 0; i < parts; i++) total += m.offset[output * groups + g] * sums[g * parts + i];
-    return total;
+    const float* offset = m.offset + output * groups;
+    float partial[WIDE] = {};
+    int64_t g = 0;
+    if (parts == 1)
+        for (; g + WIDE <= groups; g += WIDE)
+            for (int64_t i = 0; i < WIDE; i++) partial[i] += offset[g + i] * sums[g + i];
+    for (; g < groups; g++) {
+        float of_group = 0.0f;
+        for (int64_t i = 0; i < parts; i++) of_group += sums[g * parts + i];
+        partial[g % WIDE] += offset[g] * of_group;
+    }
+    for (int64_t half = WIDE / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) partial[i] += partial[i + half];
+    return partial[0];
 }
 
 DS_INLINE float finish(const Part& p, int64_t output, int64_t row, float sum) {

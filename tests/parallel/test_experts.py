@@ -521,7 +521,7 @@ def without_tokens(name: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.slow)])
 def test_a_rank_without_any_token(workers: Any, name: str) -> None:
     workers(2).run(without_tokens, name, timeout=120)
 

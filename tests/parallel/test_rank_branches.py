@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,17 +11,21 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from tests.harness.pool import PATIENCE
 
-RANKS, WIDTH, STEPS = 2, 64, 2
+RANKS, WIDTH, STEPS, DEPTH = 2, 64, 1, 6
+WAIT = 4.0  # seconds of waiting in a backward at most
 
 
 class Branches(nn.Module):
-    """One branch by rank, then a layer that all ranks use; each layer is a bucket of its own."""
+    """One branch by rank, of several layers, then a layer that all ranks use; each layer is a bucket of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(RANKS))
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))) for _ in range(RANKS)
+        )
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
@@ -51,10 +56,11 @@ def train(stage: int) -> None:
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    rank = dist.get_rank()
+    rank, started = dist.get_rank(), time.monotonic()
     for step in range(STEPS):
         engine.backward(engine(batch(step, rank), rank))
         engine.step()
+    assert time.monotonic() - started < STEPS * 2 * WAIT * PATIENCE, "a wait for each bucket of the branch"
     for name, value in expected().items():
         torch.testing.assert_close(model.get_parameter(name).detach(), value, rtol=1e-5, atol=1e-6)
     engine.destroy()

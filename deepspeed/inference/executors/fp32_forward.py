@@ -19,7 +19,8 @@ def computes_in_fp32(model: nn.Module) -> Iterator[None]:
     """Context in which the modules of a model compute in fp32 with their 16-bit weights.
 
     While a module's forward runs, its own 16-bit parameters are replaced by fp32 copies, and so are the tensors that it
-    gets; so one module at a time needs twice the memory. A module that reads another one's parameters may raise.
+    gets; so one module at a time needs three times the memory of its weights. A module that reads another one's
+    parameters may raise; one that casts its input to another one's dtype still rounds it.
     """
     replaced: dict[nn.Module, dict[str, nn.Parameter]] = {}
 

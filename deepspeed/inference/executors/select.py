@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from deepspeed.comm.collectives.same_error import run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.errors import NotAvailableError, PackingError
+from deepspeed.errors import CommError, NotAvailableError, PackingError
 from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
@@ -184,8 +185,8 @@ def _probe(
             because it runs further passes.
         adapters: adapter of each test sequence.
         exact: function that returns the logits in fp32 arithmetic, or None; called last. Trained models have rows that
-            16-bit modules compute worse than any estimate of noise says: an executor is right that is as near to these
-            logits as the modules are.
+            16-bit modules compute worse than any estimate of noise says: an executor is right whose rows are as near to
+            these logits as the modules' rows are.
 
     Returns:
         None if the logits agree, else a description of the difference.
@@ -224,14 +225,19 @@ def _exact(
     try:
         with computes_in_fp32(model):
             return [_alone(model, tokens, used) for tokens, used in zip(sequences, adapters, strict=True)]
+    except CommError:
+        raise
     except Exception:  # modules that read others' weights, or kernels for 16 bits: noise alone decides
         return None
 
 
 def _is_nearer(logits: torch.Tensor, exact: torch.Tensor, own: torch.Tensor, limit: float) -> bool:
-    """Return whether logits are within `limit` of the exact ones, or at most as far from them as the model's `own`."""
-    error, largest = largest_value(logits.float() - exact.float()), largest_value(exact)
-    return error <= max(limit, min(largest_value(own.float() - exact.float()), NOISIEST * largest))
+    """Return whether each row is within `limit` of the exact one, or at most as far from it as the model's `own`."""
+    largest = largest_value(exact)
+    if not math.isfinite(largest):
+        return False
+    error, own_error = ((rows.float() - exact.float()).abs().amax(-1) for rows in (logits, own))
+    return bool((error <= own_error.clamp(limit, max(limit, NOISIEST * largest))).all())
 
 
 @torch.no_grad()

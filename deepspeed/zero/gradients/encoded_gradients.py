@@ -146,6 +146,7 @@ class EncodedGradients:
         scale: float,
         factor: float,
         finish: Callable[[list[torch.Tensor]], Handle | None],
+        in_rank_order: bool,
     ) -> Handle:
         """Do `hierarchical.reduce_to_copies` with encoded messages between the ranks with the same shard.
 
@@ -155,6 +156,7 @@ class EncodedGradients:
             scale: factor on the sum within the shard group.
             factor: factor by which the sum will be multiplied.
             finish: called with the encoded sums of all replicas, in rank order; returns the next phase, if any.
+            in_rank_order: sum within the shard group in rank order.
         """
         slices, both = self.copies, self._group.ranks.copies
         if slices is None or both is None:
@@ -165,10 +167,10 @@ class EncodedGradients:
         payload = copies.empty(slices.nbytes, torch.uint8, flat.device)
 
         def add(parts: list[torch.Tensor]) -> None:
-            sum_in_rank_order(parts, total, scale, add=False, any_order=True)
+            sum_in_rank_order(parts, total, scale, add=False, any_order=not in_rank_order)
 
         with hierarchical.aside(flat.device):
-            hierarchical.reduce_to_owners(axis, flat, cuts, 0, label, add).wait()
+            hierarchical.reduce_to_owners(axis, flat, cuts, 0, label, add, in_rank_order=in_rank_order).wait()
             handle = self._share(copies, total, payload, 0, f"reduce across copies: {label}", factor)
         pending = [total]  # the side stream reads it
 

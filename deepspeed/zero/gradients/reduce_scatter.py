@@ -49,6 +49,7 @@ class GradReduceScatter:
         self._payloads: dict[tuple[Axis, int], list[torch.Tensor]] = defaultdict(list)  # by axis and bytes
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of receive buffers in use
+        self._patience = _PATIENCE_S  # halved each time that a rank lets this one wait, until all rounds are complete
         self._settling: list[Bucket] = []  # buckets whose rounds are being waited for
         doorbell.groups.workers.add(self)  # `progress` runs whenever this rank waits, as peers may wait for its rounds
 
@@ -91,8 +92,9 @@ class GradReduceScatter:
             )
             if first is None:
                 break
-            if not first[0].ready(_PATIENCE_S):
+            if not first[0].ready(_PATIENCE_S if self.settings.overlap else self._patience):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
+                self._patience /= 2
                 break
             if id(first[0]) in self._in_flight:  # else `progress` has settled it meanwhile
                 self._settle(*self._land(first))
@@ -191,8 +193,8 @@ class GradReduceScatter:
         """Wait until the rounds in flight are reduced and accumulated (`overlap_comm` false).
 
         A rank that took another branch of the model may send its part of a round only in `finish`, and another pipeline
-        stage its part only after this micro-batch. So a round whose messages carry tags is awaited for `_PATIENCE_S`
-        and then left to `finish`, and a round shared with another stage is not awaited.
+        stage its part only after this micro-batch. So a round whose messages carry tags is awaited for a time that
+        halves with each late round, and then left to `finish`; a round shared with another stage is not awaited.
         """
         entries = [entry for entry in self._in_flight.values() if not entry[1].group.ranks.across_stages]
         if all(bucket.order is not None for _, bucket, _ in entries):  # launched in the same order on all ranks
@@ -203,9 +205,10 @@ class GradReduceScatter:
         }
         while entry := next((each for each in self._in_flight.values() if id(each[1]) not in skipped), None):
             handle, bucket, current = entry
-            if not handle.ready(_PATIENCE_S):
+            if not handle.ready(self._patience):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); they are summed later")
                 current.late = True
+                self._patience /= 2
                 skipped.add(id(bucket))
             elif id(handle) in self._in_flight:  # else `progress` has settled it meanwhile
                 self._settle(*self._land(entry))
@@ -260,7 +263,7 @@ class GradReduceScatter:
             if encoding is not None and encoding.copies is not None:
                 form = encoding.copies.layouts[copies.rank]
                 return encoding.reduce_to_copies(
-                    buffer, label, scale, bucket.unit, lambda parts: bucket.add(parts, 1.0, form)
+                    buffer, label, scale, bucket.unit, lambda parts: bucket.add(parts, 1.0, form), ordered
                 )
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
@@ -402,6 +405,8 @@ class GradReduceScatter:
         flying = self._in_flight.values()
         while entry := next((each for each in flying if wanted is None or id(each[1]) in wanted), None):
             self._settle(*self._land(entry))
+        if not self._in_flight:
+            self._patience = _PATIENCE_S
 
     def _share_first(self) -> None:
         """Form the stage-0 sums between devices first, so that their all-gathers overlap with other rounds."""
