@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.kernels.needs import need_triton
 
 need_triton()
 
+from deepspeed.inference.executors import select  # noqa: E402
 from tests.kernels.interpreter import AllInterpreted  # noqa: E402
 from tests.unit.inference.device_passes import (  # noqa: E402
     FAMILIES,
@@ -25,7 +27,7 @@ from tests.unit.inference.device_passes import (  # noqa: E402
 )
 from tests.unit.inference.reference_kernels import only_way  # noqa: E402
 from tests.unit.inference.test_packed_matrices import logits_of, model_in, widened  # noqa: E402
-from tests.unit.inference.toys import prompts  # noqa: E402
+from tests.unit.inference.toys import llama, prompts  # noqa: E402
 
 
 @pytest.mark.slow
@@ -45,6 +47,20 @@ def test_logits_of_packed_matrices(form: str, tokens: int) -> None:
         logits, products = logits_of(kernels, model, tokens)
     assert set(products) == ({"gemv"} if tokens <= 4 else {"tile"})
     torch.testing.assert_close(logits.float(), right, rtol=0.02, atol=0.01 * right.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
+def test_logits_of_single_rows(form: str | None) -> None:
+    """In bf16, six launches a layer, beside the same matrices in plain layers, in fp32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    model = llama(**sizes).bfloat16() if form is None else model_in(form, torch.bfloat16)
+    right = widened(model).float()(torch.tensor(prompts((1,)))).logits[0].detach()
+    with only_way(AllInterpreted()) as kernels, mock.patch.object(select, "_tried", lambda *_: None):
+        logits, products = logits_of(kernels, model, 1)
+        launched = {name.split("_bf16")[0] for name, _ in kernels.launches}
+    assert set(products) == {"gemv"} and launched >= {"gemv_rotate", "gemv_add", "gemv_gate"}
+    torch.testing.assert_close(logits.float(), right, rtol=0.03, atol=0.03 * right.abs().max().item())
 
 
 @pytest.mark.slow

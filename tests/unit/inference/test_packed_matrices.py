@@ -171,6 +171,33 @@ def test_the_start_runs_the_product_of_one_row(kernels: Any, form: str | None) -
     assert "logits of mixed rows" in generator._executor.unfused
 
 
+@pytest.mark.parametrize(("kernel", "written"), [("gemv_add", 7), ("gemv_gate", 6), ("gemv_rotate", 9)])
+def test_the_start_runs_the_kernels_of_single_rows(kernels: Any, kernel: str, written: int) -> None:
+    real = ReferenceKernels.launch
+
+    def launch(self: Any, variant: Any, grid: Any, arguments: Any) -> None:
+        real(self, variant, grid, arguments)
+        if variant.kernel == kernel:
+            arguments[written].mul_(-3)
+
+    with mock.patch.object(ReferenceKernels, "launch", launch):
+        generator = Generator(model_in("int8", torch.bfloat16), cache_bytes=1 << 18)
+    assert "logits of mixed rows" in generator._executor.unfused
+
+
+@pytest.mark.parametrize(("options", "used"), [({}, True), ({"batch_invariant": True}, False)])
+def test_kernels_of_single_rows_are_used_unless_bits_are_those_of_batches(
+    kernels: Any, options: dict[str, Any], used: bool
+) -> None:
+    single_rows = {"gemv_rotate", "gemv_add", "gemv_gate"}
+    model = model_in("int8", torch.bfloat16)
+    logits_of(kernels, model, 1, **options)
+    assert single_rows & {name.split("_bf16")[0] for name, _ in kernels.launches} == (single_rows if used else set())
+    with mock.patch.object(ReferenceKernels, "has", lambda self, variant: variant.kernel not in single_rows):
+        executor = Generator(model, cache_bytes=1 << 18, **options)._executor
+    assert (type(executor) is PackedDecoder) != used
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize("form", [None, *PACK])
 def test_kernels_get_addresses_that_they_are_compiled_for(form: str | None, rows: int) -> None:
