@@ -83,8 +83,8 @@ def wire_of(name: str) -> dict[str, Any]:
     return wire
 
 
-def upstream_step(model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
-    """Stage 2 of the `deepspeed` that this interpreter has, without keys of ours."""
+def engine_step(name: str, model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
+    """A side of the `deepspeed` that this interpreter has; upstream's gets no key of ours."""
     import deepspeed
 
     config: dict[str, Any] = {
@@ -93,27 +93,9 @@ def upstream_step(model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 2},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-
-    def step(windows: Tensor) -> Tensor:
-        loss = engine(windows)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
-
-
-def engine_step(name: str, model: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
-    import deepspeed
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": shape.batch,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 2 if name == "auto" else int(name[5]), "overlap_publish": True},
-        "wire": "auto" if name == "auto" else wire_of(name),
-    }
+    if name != UPSTREAM:
+        config["zero_optimization"] = {"stage": 2 if name == "auto" else int(name[5]), "overlap_publish": True}
+        config["wire"] = "auto" if name == "auto" else wire_of(name)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
 
     def step(windows: Tensor) -> Tensor:
@@ -135,8 +117,6 @@ def make_step(name: str, shape: Shape) -> Callable[[Tensor], Tensor]:
         return ddp_step(name, model)
     if name.startswith("fsdp2"):
         return torch_step(fully_sharded(model, name.endswith("bf16")))
-    if name == UPSTREAM:
-        return upstream_step(model, shape)
     return engine_step(name, model, shape)
 
 

@@ -64,6 +64,14 @@ def on_two_hosts() -> Iterator[None]:
         yield
 
 
+def are_alike(tensors: list[torch.Tensor]) -> bool:
+    """Whether all ranks have the same bits. All ranks call this."""
+    flat = torch.cat([tensor.float().flatten() for tensor in tensors])
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, flat)
+    return all(torch.equal(every[0], other) for other in every)
+
+
 def trained(cell: Cell) -> runs.Seen:
     """A cell on two hosts; `extra`: codecs of the buckets' messages, and whether they go in two steps."""
     with on_two_hosts(), observed(cell.own_stream) as seen:
@@ -73,10 +81,7 @@ def trained(cell: Cell) -> runs.Seen:
         for step in range(runs.STEPS):
             seen.losses += [runs.micro_step(engine, step, micro) for micro in range(cell.accumulation)]
         if cell.stage < 3:
-            weights = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
-            every = [torch.empty_like(weights) for _ in range(cell.ranks)]
-            dist.all_gather(every, weights)
-            seen.extra.add(("alike", all(torch.equal(every[0], other) for other in every)))
+            seen.extra.add(("alike", are_alike([param.detach() for param in engine.module.parameters()])))
         engine.destroy()
         del engine
     return seen
@@ -182,10 +187,7 @@ def replicated(cell: Cell) -> runs.Seen:
         for step in range(runs.STEPS):
             seen.losses += [runs.micro_step(engine, step, micro) for micro in range(cell.accumulation)]
         full = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
-        weights = torch.cat([value.flatten() for value in full if value is not None])
-        every = [torch.empty_like(weights) for _ in range(cell.ranks)]
-        dist.all_gather(every, weights)
-        seen.extra.add(("alike", all(torch.equal(every[0], other) for other in every)))
+        seen.extra.add(("alike", are_alike([value for value in full if value is not None])))
         engine.destroy()
         del engine
     return seen

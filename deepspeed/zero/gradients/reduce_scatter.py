@@ -83,7 +83,7 @@ class GradReduceScatter:
         return axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
-        """Wait until `numel` more elements fit into the in-flight limit, but at most `_PATIENCE_S` for one round."""
+        """Wait until `numel` more elements fit into the in-flight limit, for one round at most `_PATIENCE_S`."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
             # A round shared by several pipeline stages cannot be waited for: they launch it later in their schedules.
