@@ -41,7 +41,7 @@ DS_INLINE float to_int16(const float* x, int16_t* out, float* sums, int64_t coun
             out[i] = static_cast<int16_t>(std::nearbyintf(x[i] * inverse));
             sum += out[i];
         }
-        sums[start / LANES] = step * static_cast<float>(sum);
+        sums[start / LANES] = static_cast<float>(sum);
     }
     return step;
 }
@@ -71,6 +71,11 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
             steps[static_cast<size_t>(row)] =
                 to_int16(x + row * width, reinterpret_cast<int16_t*>(values.data()) + row * padded,
                                sums.data() + row * (padded / LANES), width);
+#if defined(__x86_64__)
+        if (form == UNSIGNED4 && instruction_set() >= AVX512)
+            for (int64_t row = 0; row < rows; row++)
+                split_bytes(reinterpret_cast<int16_t*>(values.data()) + row * padded, width);
+#endif
         return;
     }
     const InstructionSet set = instruction_set();

@@ -48,7 +48,7 @@ struct Input {
     bool tiled = false;                         // blocks of 16 rows: pairs of columns outside, rows inside
     bool wide = false;                          // bf16 values as fp32, in the order of `round_to_wide`
     std::vector<char> values;
-    std::vector<float> steps, sums;  // for integers: scale of each row; sums of a row's values by group of 32
+    std::vector<float> steps, sums;  // for integers: scale of each row; sums of a row's integers by group of 32
     const float* plain = nullptr;
 
     // Convert `x` [rows, columns] for matrices of `form`.

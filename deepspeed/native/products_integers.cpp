@@ -1,4 +1,4 @@
-// AVX-512 product of integer matrices: rows are 15-bit integers, sums of products are exact.
+// AVX-512 product of 8-bit matrices: rows are 15-bit integers, sums of products are exact.
 #include "vectors.h"
 
 #if defined(__x86_64__)
@@ -8,11 +8,7 @@ namespace ds {
 template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* row, int64_t k) {
     if constexpr (form == SIGNED8)
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
-    if constexpr (form == UNSIGNED8)
-        return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
-    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k / 2)));
-    const __m512i odd = _mm512_slli_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xf0)), 12);
-    return _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), odd);
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
 }
 
 // Add products of neighbours: a single instruction with AVX512_VNNI.
@@ -83,7 +79,7 @@ DS_AVX512 static DS_INLINE void integer_lanes(const Part& p, int64_t n, __m512 (
                 for (auto& sum : half) sum = _mm512_setzero_si512();
             const int64_t end = std::min(k + span, last);
             for (; k < end; k += 2 * LANES) {
-                __builtin_prefetch(w + (form == UNSIGNED4 ? k / 2 : k) + FAR, 0, 2);
+                __builtin_prefetch(w + k + FAR, 0, 2);
                 for (int half = 0; half < 2 && k + half * LANES < end; half++) {
                     const __m512i line = integers<form>(w, k + half * LANES);
                     for (int j = 0; j < R; j++)
@@ -135,9 +131,7 @@ template <Form form> static Kernel integers_of() {
 }
 
 Kernel integer_vectors(Form form) {
-    return form == SIGNED8     ? integers_of<SIGNED8>()
-           : form == UNSIGNED8 ? integers_of<UNSIGNED8>()
-                               : integers_of<UNSIGNED4>();
+    return form == SIGNED8 ? integers_of<SIGNED8>() : integers_of<UNSIGNED8>();
 }
 
 }  // namespace ds

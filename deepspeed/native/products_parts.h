@@ -48,8 +48,8 @@ DS_INLINE float offsets(const Matrix& m, int64_t output, const float* sums) {
 }
 
 DS_INLINE float finish(const Part& p, int64_t output, int64_t row, float sum) {
-    sum *= p.x.steps[static_cast<size_t>(row)];
-    return p.matrix.offset ? sum + offsets(p.matrix, output, p.x.sums.data() + row * (p.x.padded / LANES)) : sum;
+    if (p.matrix.offset) sum += offsets(p.matrix, output, p.x.sums.data() + row * (p.x.padded / LANES));
+    return sum * p.x.steps[static_cast<size_t>(row)];
 }
 
 #if defined(__x86_64__)
@@ -62,6 +62,9 @@ Kernel avx2_vectors(Form form);
 // Round a row to bf16 and store it as fp32: in each 32 columns the even ones, then the odd ones; zero-padded.
 void round_to_wide(const float* x, float* out, int64_t count);
 void round_to_pairs(const float* x, float* out, int64_t count);  // the same with AVX2, into zeros
+
+// Split 15-bit integers into bytes of equal sign, high · 128 + low, in the order of the 4-bit kernel.
+void split_bytes(int16_t* row, int64_t count);
 
 // AMX kernel; runs between a thread's `begin_tiles` and `end_tiles`.
 extern const Kernel tiles;

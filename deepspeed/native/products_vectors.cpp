@@ -308,6 +308,7 @@ Kernel vectors(const Matrix& matrix, const Input& x) {
     case LOSSLESS:
         if (x.rows <= FEW) return {x.wide ? lossless_wide : lossless_pairs, FEW, true};
         return x.wide ? Kernel{wide, MOST_ROWS, true} : Kernel{pairs, 32};
+    case UNSIGNED4: return unsigned4_vectors();
     default: return integer_vectors(matrix.form);
     }
 }

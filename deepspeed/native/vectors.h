@@ -83,20 +83,24 @@ struct Ahead {
     }
 };
 
-// Prefetch plan for `steps` steps of this block of rows.
-static inline Ahead ahead(const Part& p, int64_t steps) {
-    const int64_t bytes = row_bytes(p.matrix), lines = (p.outputs * bytes / p.blocks + 63) / 64;
-    const char* begin = static_cast<const char*>(p.matrix.weights) + (p.output + p.outputs) * bytes;
+// Prefetch plan for `steps` steps of this block of rows, of an array with `bytes` for each output.
+static inline Ahead ahead(const Part& p, const void* array, int64_t bytes, int64_t steps) {
+    const int64_t lines = (p.outputs * bytes / p.blocks + 63) / 64;
+    const char* begin = static_cast<const char*>(array) + (p.output + p.outputs) * bytes;
     begin += p.block * 64 * lines;
     return {begin, begin + 64 * lines, (lines + steps - 1) / steps};
+}
+static inline Ahead ahead(const Part& p, int64_t steps) {
+    return ahead(p, p.matrix.weights, row_bytes(p.matrix), steps);
 }
 
 static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
     return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
 }
 
-// Kernel for integer matrices.
+// Kernels for integer matrices.
 Kernel integer_vectors(Form form);
+Kernel unsigned4_vectors();
 
 }  // namespace ds
 #endif

@@ -32,6 +32,8 @@ PACKINGS = {
     "signed 8": PackingFormat(8, 0, 1, True),
     "8 in groups": PackingFormat(8, 32, 1, False),
     "4 in groups": PackingFormat(4, 64, 1, False),
+    "4 in groups of 32": PackingFormat(4, 32, 1, False),
+    "4 in three steps": PackingFormat(4, 96, 1, True),
     "4": PackingFormat(4, 0, 1, True),
     "8 in three steps": PackingFormat(8, 96, 1, True),
 }
@@ -56,6 +58,16 @@ def test_a_product_is_right_and_its_rows_do_not_know_each_other(form, kind) -> N
         for first, count in ((0, outputs), (outputs // 3, outputs // 2), (outputs - 1, 1)):
             some = product(rows_of(matrix, first, count), x, 1)
             assert torch.equal(some, all_rows[:, first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_integers_do_not_overflow(form, sign: float) -> None:
+    """Each weight is the largest of its format, and each input the largest of its row."""
+    weight = torch.ones(20, 544)
+    weight[:, ::16] = 0.0  # groups from 0 to 1: the integers 0 and 15
+    packed = PackedWeight(weight, PackingFormat(4, 32, 1, False))
+    x = sign * torch.ones(9, 544)
+    assert torch.allclose(product(matrix_of(packed), x, 1), product_in_torch(packed, x, None), rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [2, 130])  # few rows go a way of their own
