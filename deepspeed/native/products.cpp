@@ -230,11 +230,12 @@ static void multiply_part(const Product& product, const Input& x, int64_t first,
         alignas(64) float sums[MOST_ROWS][PANEL];
         const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
         const Matrix read = unpacks ? unpacked_panel(matrix, output, outputs, room) : matrix;
-        for (int64_t row = first; row < end; row += block) {
+        const char* next = static_cast<const char*>(matrix.weights) + (output + outputs) * row_bytes(matrix);
+        const int64_t share = (outputs * row_bytes(matrix) / blocks + 63) / 64 * 64;
+        for (int64_t row = first; row < end; row += block, next += share) {
             const int64_t rows = std::min(block, end - row);
-            const Part part{matrix, x, output, outputs, row, rows, sums, (row - first) / block, blocks};
-            kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, part.block, blocks});
-            write(part, product.y, stride, add);
+            kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, next, share});
+            write({matrix, x, output, outputs, row, rows, sums, next, share}, product.y, stride, add);
         }
     }
 }

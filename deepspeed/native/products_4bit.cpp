@@ -16,39 +16,16 @@ struct Unpacked {
     alignas(64) float scale[PARTS][OUTPUTS], offset[PARTS][OUTPUTS];
 };
 
-// Rows become lanes.
-DS_AVX512 static DS_INLINE void transpose(__m512 (&rows)[16]) {
-    __m512 pairs[16], fours[16];
-    for (int i = 0; i < 16; i += 2) {
-        pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int half = 0; half < 2; half++) {
-            const __m512d a = _mm512_castps_pd(pairs[i + half]), b = _mm512_castps_pd(pairs[i + 2 + half]);
-            fours[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-            fours[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-        }
-    for (int i = 0; i < 4; i++) {
-        const __m512 a = fours[i], b = fours[i + 4], c = fours[i + 8], d = fours[i + 12];
-        const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x88), cd = _mm512_shuffle_f32x4(c, d, 0x88);
-        const __m512 ba = _mm512_shuffle_f32x4(a, b, 0xdd), dc = _mm512_shuffle_f32x4(c, d, 0xdd);
-        rows[i] = _mm512_shuffle_f32x4(ab, cd, 0x88);
-        rows[i + 4] = _mm512_shuffle_f32x4(ba, dc, 0x88);
-        rows[i + 8] = _mm512_shuffle_f32x4(ab, cd, 0xdd);
-        rows[i + 12] = _mm512_shuffle_f32x4(ba, dc, 0xdd);
-    }
-}
-
 // Prefetch of the next unit's integers, scales and offsets.
 struct AllAhead {
     Ahead integers, scale, offset;
     static AllAhead of(const Part& p) {
-        const Matrix& m = p.matrix;
-        const int64_t bytes = 4 * (m.inputs / m.group);
-        const int64_t steps = (p.outputs + OUTPUTS - 1) / OUTPUTS * ((p.rows + 7) / 8) * (m.inputs / LANES);
-        return {ahead(p, steps), ahead(p, m.scale, bytes, steps),
-                m.offset ? ahead(p, m.offset, bytes, steps) : Ahead{nullptr, nullptr, 0}};
+        const int64_t steps = (p.outputs + OUTPUTS - 1) / OUTPUTS * ((p.rows + 7) / 8) * (p.matrix.inputs / LANES);
+        const int64_t groups = p.matrix.inputs / p.matrix.group, end = (p.output + p.outputs) * groups;
+        const auto of = [&](const float* array) {
+            return Ahead(reinterpret_cast<const char*>(array + end), array ? 4 * p.outputs * groups : 0, steps);
+        };
+        return {Ahead(p.next, p.next_bytes, steps), of(p.matrix.scale), of(p.matrix.offset)};
     }
     DS_INLINE void fetch() { integers.fetch(), scale.fetch(), offset.fetch(); }
 };
@@ -65,13 +42,13 @@ DS_AVX512 static void unpack_scales(const Part& p, const float* from, int64_t n,
         for (int64_t i = 0; i < PARTS; i++) group[i] = static_cast<int32_t>((k / LANES + i) / parts - first);
         of_part = _mm512_load_si512(group);
     }
-    __m512 rows[OUTPUTS];
+    __m512i rows[OUTPUTS];
     for (int64_t i = 0; i < OUTPUTS; i++) {
         const float* row = from + (p.output + std::min(n + i, p.outputs - 1)) * groups + first;
-        rows[i] = _mm512_permutexvar_ps(of_part, _mm512_maskz_loadu_ps(mask, row));
+        rows[i] = _mm512_permutexvar_epi32(of_part, _mm512_maskz_loadu_epi32(mask, row));
     }
-    transpose(rows);
-    for (int64_t i = 0; i < PARTS; i++) _mm512_store_ps(to[i], rows[i]);
+    transpose16(rows);
+    for (int64_t i = 0; i < PARTS; i++) _mm512_store_si512(to[i], rows[i]);
 }
 
 DS_AVX512 static void unpack_columns(const Part& p, int64_t n, int64_t k, Unpacked& out) {
@@ -81,16 +58,14 @@ DS_AVX512 static void unpack_columns(const Part& p, int64_t n, int64_t k, Unpack
     for (int64_t at = k; at < end; at += UNPACKED) {
         const int64_t fours = std::min(UNPACKED, end - at) / 8;  // each of four bytes, eight columns
         const auto mask = static_cast<__mmask16>((1u << fours) - 1);
-        __m512 rows[OUTPUTS];
+        __m512i rows[OUTPUTS];
         for (int64_t i = 0; i < OUTPUTS; i++)
-            rows[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(
-                mask, outputs_from(p, std::min(n + i, p.outputs - 1)) + at / 2));
-        transpose(rows);
+            rows[i] = _mm512_maskz_loadu_epi32(mask, outputs_from(p, std::min(n + i, p.outputs - 1)) + at / 2);
+        transpose16(rows);
         auto* to = out.integers[(at - k) / 4];
         for (int64_t i = 0; i < 16; i++, to += 128) {
-            const __m512i both = _mm512_castps_si512(rows[i]);
-            _mm512_store_si512(to, _mm512_and_si512(both, low));
-            _mm512_store_si512(to + 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+            _mm512_store_si512(to, _mm512_and_si512(rows[i], low));
+            _mm512_store_si512(to + 64, _mm512_and_si512(_mm512_srli_epi16(rows[i], 4), low));
         }
     }
     unpack_scales(p, m.scale, n, k, out.scale);

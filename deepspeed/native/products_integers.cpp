@@ -120,7 +120,7 @@ template <Form form, bool VNNI> DS_AVX512 static void integers_of_rows(const Par
         case 3: return integer_few<form, VNNI, 3>(p);
         default: return integer_few<form, VNNI, 4>(p);
         }
-    Ahead next = ahead(p, (p.outputs + 3) / 4 * ((p.rows + 3) / 4) * (p.matrix.inputs / LANES));
+    Ahead next(p.next, p.next_bytes, (p.outputs + 3) / 4 * ((p.rows + 3) / 4) * (p.matrix.inputs / LANES));
     int64_t n = 0;
     for (; n + 4 <= p.outputs; n += 4) integer_outputs<form, VNNI, 4>(p, next, n);
     for (; n < p.outputs; n++) integer_outputs<form, VNNI, 1>(p, next, n);

@@ -16,7 +16,8 @@ struct Part {
     const Input& x;
     int64_t output, outputs, row, rows;
     float (*sums)[PANEL];
-    int64_t block, blocks;  // index and number of the row blocks for these outputs
+    const char* next;       // memory to prefetch meanwhile: this block's share of the next unit's outputs
+    int64_t next_bytes;
 };
 
 // Product kernel, and the number of rows that it processes together.

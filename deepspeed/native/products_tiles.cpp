@@ -11,10 +11,8 @@ namespace ds {
 template <int A, int B>
 DS_AMX static DS_INLINE void tile_sums(const uint16_t* w, const char* x, const Part& p, int64_t columns, float* sums) {
     const int64_t bytes = 2 * p.matrix.inputs, block = columns * bytes, chunk = 64 * columns;
-    // Meanwhile the next outputs are prefetched, a part of them with each block of rows.
-    const int64_t lines = 16 * A * bytes / 64, part = (lines + p.blocks - 1) / p.blocks;
-    const int per = static_cast<int>((part * LANES + p.matrix.inputs - 1) / p.matrix.inputs);
-    const char* next = reinterpret_cast<const char*>(w) + 16 * A * bytes + 64 * part * p.block;
+    const int per = static_cast<int>((p.next_bytes / 64 * LANES + p.matrix.inputs - 1) / p.matrix.inputs);
+    const char* next = p.next;
     _tile_zero(0);
     if (A > 1) _tile_zero(1);
     if (B > 1) _tile_zero(2);

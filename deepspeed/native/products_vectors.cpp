@@ -81,7 +81,7 @@ struct Pairs {
     }                                                                                                                  \
     TARGET static void NAME(const Part& p) {                                                                           \
         const int64_t tiles = (p.outputs + 3) / 4 * ((p.rows + 3) / 4);                                                \
-        Ahead next = ahead(p, tiles * std::max<int64_t>(1, p.matrix.inputs / DOT::STEP));                              \
+        Ahead next(p.next, p.next_bytes, tiles * (p.matrix.inputs / DOT::STEP));                           \
         int64_t n = 0;                                                                                                 \
         if (p.x.rows > FEW)                                                                                            \
             for (; n + 4 <= p.outputs; n += 4) NAME##_outputs<4>(p, next, n);                                          \
@@ -229,7 +229,7 @@ DS_AVX512 static void wide(const Part& p) {
     alignas(64) float weights[8 * SPAN], held[MOST_ROWS * 8 * 16];
     const int64_t padded = p.x.padded, spans = (padded + SPAN - 1) / SPAN;
     const int64_t span = ((padded + spans - 1) / spans + BLOCK - 1) / BLOCK * BLOCK;
-    Ahead next = ahead(p, (p.outputs + 7) / 8 * ((p.rows + 1) / 2) * (padded / 32));
+    Ahead next(p.next, p.next_bytes, (p.outputs + 7) / 8 * ((p.rows + 2) / 3) * (padded / 32));
     for (int64_t n = 0; n < p.outputs; n += 8)
         for (int64_t k = 0; k < padded; k += span) {
             const int64_t end = std::min(k + span, padded);

@@ -74,25 +74,19 @@ DS_AVX2 static DS_INLINE __m128 add_lanes(const __m256 (&eight)[4]) {
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
-// Prefetch of the next unit's outputs during the computation of this one.
+// Prefetch of memory during the steps of a computation, spread evenly over them: a burst would wait for memory.
 struct Ahead {
     const char *next, *end;
-    int64_t lines;  // cache lines per step
+    int64_t lines, period, wait;  // cache lines at once, steps from one time to the next, steps to the next time
+    Ahead(const char* begin, int64_t bytes, int64_t steps)
+        : next(begin), end(begin + bytes), lines((bytes / 64 + steps) / std::max<int64_t>(1, steps)),
+          period(std::max<int64_t>(1, steps * 64 / std::max<int64_t>(64, bytes))), wait(1) {}
     DS_INLINE void fetch() {
+        if (--wait) return;
+        wait = period;
         for (int64_t i = 0; i < lines && next < end; i++, next += 64) __builtin_prefetch(next, 0, 2);
     }
 };
-
-// Prefetch plan for `steps` steps of this block of rows, of an array with `bytes` for each output.
-static inline Ahead ahead(const Part& p, const void* array, int64_t bytes, int64_t steps) {
-    const int64_t lines = (p.outputs * bytes / p.blocks + 63) / 64;
-    const char* begin = static_cast<const char*>(array) + (p.output + p.outputs) * bytes;
-    begin += p.block * 64 * lines;
-    return {begin, begin + 64 * lines, (lines + steps - 1) / steps};
-}
-static inline Ahead ahead(const Part& p, int64_t steps) {
-    return ahead(p, p.matrix.weights, row_bytes(p.matrix), steps);
-}
 
 static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
     return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
