@@ -206,12 +206,13 @@ static void portable_write(const Part& p, float* y, int64_t stride, bool add) { 
 DS_AVX2 static void avx2_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 DS_AVX512 static void avx512_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 
-// Unpack a panel of a LOSSLESS matrix to bf16, for kernels without LOSSLESS support.
-static Matrix unpacked_panel(const Matrix& matrix, int64_t output, int64_t outputs, std::vector<uint16_t>& room) {
-    room.resize(static_cast<size_t>((PANEL + 1) * matrix.inputs));  // tiles prefetch slightly past the end
-    unpack(matrix, output, outputs, room.data());
+// Unpack outputs of a LOSSLESS matrix to bf16, for kernels without LOSSLESS support.
+static Matrix unpacked(const Matrix& matrix, int64_t output, int64_t outputs, std::vector<uint16_t>& room) {
+    room.resize(static_cast<size_t>(PANEL * matrix.inputs + 32));
+    auto* lines = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+    unpack(matrix, output, outputs, lines);
     Matrix made = matrix;
-    made.form = HALF, made.weights = room.data(), made.outputs = outputs;
+    made.form = HALF, made.weights = lines, made.outputs = outputs;
     return made;
 }
 
@@ -224,17 +225,22 @@ static void multiply_part(const Product& product, const Input& x, int64_t first,
     const Matrix& matrix = *product.matrix;
     const bool unpacks = matrix.form == LOSSLESS && !kernel.lossless;
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL, block = kernel.rows;
-    const int64_t blocks = (end - first + block - 1) / block;
+    const int64_t blocks = (end - first + block - 1) / block, at_once = unpacks && blocks == 1 ? kernel.unpacked : PANEL;
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         alignas(64) float sums[MOST_ROWS][PANEL];
         const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
-        const Matrix read = unpacks ? unpacked_panel(matrix, output, outputs, room) : matrix;
         const char* next = static_cast<const char*>(matrix.weights) + (output + outputs) * row_bytes(matrix);
-        const int64_t share = (outputs * row_bytes(matrix) / blocks + 63) / 64 * 64;
-        for (int64_t row = first; row < end; row += block, next += share) {
+        const int64_t share = (std::min(at_once, outputs) * row_bytes(matrix) / blocks + 63) / 64 * 64;
+        Matrix read = matrix;
+        for (int64_t row = first; row < end; row += block) {
             const int64_t rows = std::min(block, end - row);
-            kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, next, share});
+            for (int64_t n = 0; n < outputs; n += at_once, next += share) {
+                const int64_t count = std::min(at_once, outputs - n);
+                if (unpacks && row == first) read = unpacked(matrix, output + n, count, room);
+                auto* at = reinterpret_cast<float(*)[PANEL]>(&sums[0][n]);
+                kernel.run({read, x, unpacks ? 0 : output, count, row, rows, at, next, share});
+            }
             write({matrix, x, output, outputs, row, rows, sums, next, share}, product.y, stride, add);
         }
     }

@@ -24,7 +24,8 @@ struct Part {
 struct Kernel {
     void (*run)(const Part&);
     int64_t rows;
-    bool lossless = false;  // reads LOSSLESS matrices directly; other kernels get unpacked bf16 panels
+    bool lossless = false;  // reads LOSSLESS matrices directly; other kernels get unpacked bf16 outputs
+    int64_t unpacked = PANEL;  // number of outputs that are unpacked at once, if one block has all rows
 };
 constexpr int64_t MOST_ROWS = 60;
 

@@ -307,7 +307,7 @@ Kernel vectors(const Matrix& matrix, const Input& x) {
     case HALF: return x.wide ? Kernel{wide, MOST_ROWS} : Kernel{pairs, 32};
     case LOSSLESS:
         if (x.rows <= FEW) return {x.wide ? lossless_wide : lossless_pairs, FEW, true};
-        return x.wide ? Kernel{wide, MOST_ROWS, true} : Kernel{pairs, 32};
+        return x.wide ? Kernel{wide, MOST_ROWS, true} : Kernel{pairs, 32, false, GROUP};
     case UNSIGNED4: return unsigned4_vectors();
     default: return integer_vectors(matrix.form);
     }
