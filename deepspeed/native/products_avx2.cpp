@@ -151,10 +151,10 @@ template <class Lanes> DS_AVX2 static void floating(const Part& p) {
     const float* x = Lanes::rows(p) + p.row * stride;
     LastColumns<Lanes> rest;
     if (whole < columns) rest.read_rows(p, whole);
-    Ahead next(p.next, p.next_bytes, (p.outputs + 3) / 4 * 2 * ((p.rows + 2) / 3) * spans);
     for (int64_t begin = 0; begin < p.outputs; begin += 4) {
         const int64_t n = std::min(begin, p.outputs - 4);
         const char* w = outputs_from(p, n);
+        Ahead next(w + 4 * bytes, 4 * bytes, 2 * ((p.rows + 2) / 3) * spans);  // the next four: faster here than a unit
         for (int64_t k = 0; k < columns;) {
             const int64_t end = k < whole ? std::min(k + SPAN, whole) : columns;
             Columns c{w + k * Lanes::BYTES, bytes, x + k, stride, (end - k) / Lanes::STEP, k == 0, end == columns};
