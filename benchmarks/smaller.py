@@ -3,8 +3,9 @@
 `python -m benchmarks.smaller --model FOLDER` (a Hugging Face folder) trains every row on the same windows of local text
 (Python's own library; one file in twenty is held out) with the package's own pruning and distillation, exports it, and
 prints parameters, held-out nats, and the time of a pass in processes that know Transformers alone. The dense model is
-trained on the same windows beside them. Rows that are there already are not trained again, and a row that was killed
-goes on from its last checkpoint (`--save_every`): the same command is repeated until all rows are there.
+trained on the same windows beside them and teaches the distilled rows: a model that has not seen this text would hold
+them back. Rows that are there already are not trained again, and a row that was killed goes on from its last checkpoint
+(`--save_every`): the same command is repeated until all rows are there.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def rows_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "row_pruning": {**shared, **group([options.ffn], options.units)},
     }
     shallow = {"layer_reduction": {"enabled": True, "keep_number_layer": options.layers, "schedule_offset": offset}}
-    learning = {"distillation": {"enabled": True, "teacher": "before", "hard": options.hard, "logits": 1 - options.hard,
+    learning = {"distillation": {"enabled": True, "hard": options.hard, "logits": 1 - options.hard,
                                  "temperature": options.temperature}}  # fmt: skip
     rows = {DENSE: {}, "narrow": narrow, "narrow, distilled": {**narrow, **learning}}
     return rows | {"shallow": shallow, "shallow, distilled": {**shallow, **learning}}
@@ -118,6 +119,9 @@ def train(options: argparse.Namespace, name: str, section: dict[str, Any], text:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).train()
     parameters = list(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(options, section))
+    if "distillation" in section:
+        teacher = AutoModelForCausalLM.from_pretrained(row_folder(options, DENSE), dtype=options.torch_dtype)
+        engine.set_teacher(teacher)
     progress = resume(engine, folder / "state", row_key(options, section))
     losses, seconds = progress["losses"], progress["seconds"]
     for batch in text.split(options.rows)[len(losses) :]:
@@ -215,7 +219,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="rows; dense comes along")
     parser.add_argument("--output", type=Path, default=Path("runs/smaller"))
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.torch_dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    return options
 
 
 def main() -> None:

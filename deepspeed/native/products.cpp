@@ -1,5 +1,5 @@
-// Product kernels: each reads a panel of the matrix once for a block of rows. Sums run over the columns in lanes,
-// and the lanes are added in one order, whatever the number of rows.
+// Product kernels: each reads a panel of the matrix once for a block of rows. The order of a sum is the same whatever the
+// number of rows: over the columns in lanes, which are added by halves, or from one group to the next.
 #include "products_parts.h"
 
 #include <algorithm>
@@ -224,8 +224,9 @@ static void multiply_part(const Product& product, const Input& x, int64_t first,
     static thread_local std::vector<uint16_t> room;
     const Matrix& matrix = *product.matrix;
     const bool unpacks = matrix.form == LOSSLESS && !kernel.lossless;
-    const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL, block = kernel.rows;
-    const int64_t blocks = (end - first + block - 1) / block, at_once = unpacks && blocks == 1 ? kernel.unpacked : PANEL;
+    const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
+    const int64_t block = kernel.rows, blocks = (end - first + block - 1) / block;
+    const int64_t at_once = unpacks && blocks == 1 ? kernel.unpacked : PANEL;
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         alignas(64) float sums[MOST_ROWS][PANEL];

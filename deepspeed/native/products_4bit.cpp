@@ -20,17 +20,19 @@ struct Unpacked {
 struct AllAhead {
     Ahead integers, scale, offset;
     static AllAhead of(const Part& p) {
-        const int64_t steps = (p.outputs + OUTPUTS - 1) / OUTPUTS * ((p.rows + 7) / 8) * (p.matrix.inputs / LANES);
+        const int64_t tiles = p.rows / 8 + (p.rows % 8 >= 4) + (p.rows % 4 > 0);
+        const int64_t steps = (p.outputs + OUTPUTS - 1) / OUTPUTS * tiles * (p.matrix.inputs / LANES);
         const int64_t groups = p.matrix.inputs / p.matrix.group, end = (p.output + p.outputs) * groups;
         const auto of = [&](const float* array) {
-            return Ahead(reinterpret_cast<const char*>(array + end), array ? 4 * p.outputs * groups : 0, steps);
+            return array ? Ahead(reinterpret_cast<const char*>(array + end), 4 * p.outputs * groups, steps)
+                         : Ahead(nullptr, 0, steps);
         };
         return {Ahead(p.next, p.next_bytes, steps), of(p.matrix.scale), of(p.matrix.offset)};
     }
     DS_INLINE void fetch() { integers.fetch(), scale.fetch(), offset.fetch(); }
 };
 
-// The scales, or offsets, of sixteen outputs for each 32 columns from column k on. Outputs past the end repeat the last.
+// The scales, or offsets, of sixteen outputs for each 32 columns from column k. Outputs past the end repeat the last.
 DS_AVX512 static void unpack_scales(const Part& p, const float* from, int64_t n, int64_t k, float (*to)[OUTPUTS]) {
     const Matrix& m = p.matrix;
     const int64_t groups = m.inputs / m.group, first = k / m.group, parts = m.group / LANES;
@@ -146,7 +148,7 @@ template <bool VNNI> DS_AVX512 static void unsigned4(const Part& p) {
 }
 
 DS_AVX512 void split_bytes(int16_t* row, int64_t count) {
-    // Of eight columns: the high bytes of the even ones, their low bytes, the high bytes of the odd ones, their low bytes.
+    // Of eight columns: high bytes of the even ones, their low bytes, high bytes of the odd ones, their low bytes.
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
     for (int64_t k = 0; k < count; k += LANES) {
         const __m512i x = _mm512_loadu_si512(row + k), low = _mm512_and_si512(x, _mm512_set1_epi16(127));

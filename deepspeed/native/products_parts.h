@@ -65,7 +65,7 @@ Kernel avx2_vectors(Form form);
 void round_to_wide(const float* x, float* out, int64_t count);
 void round_to_pairs(const float* x, float* out, int64_t count);  // the same with AVX2, into zeros
 
-// Split 15-bit integers into bytes of equal sign, high · 128 + low, in the order of the 4-bit kernel.
+// Split 15-bit integers into signed bytes, high · 128 + low with low in [0, 127], in the order of the 4-bit kernel.
 void split_bytes(int16_t* row, int64_t count);
 
 // AMX kernel; runs between a thread's `begin_tiles` and `end_tiles`.

@@ -81,7 +81,7 @@ struct Pairs {
     }                                                                                                                  \
     TARGET static void NAME(const Part& p) {                                                                           \
         const int64_t tiles = (p.outputs + 3) / 4 * ((p.rows + 3) / 4);                                                \
-        Ahead next(p.next, p.next_bytes, tiles * (p.matrix.inputs / DOT::STEP));                           \
+        Ahead next(p.next, p.next_bytes, tiles * (p.matrix.inputs / DOT::STEP));                                       \
         int64_t n = 0;                                                                                                 \
         if (p.x.rows > FEW)                                                                                            \
             for (; n + 4 <= p.outputs; n += 4) NAME##_outputs<4>(p, next, n);                                          \

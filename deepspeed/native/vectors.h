@@ -1,5 +1,5 @@
-// Common code of the products in vectors. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
-// added together in one tree.
+// Common code of the products in vectors: sums over the columns in sixteen lanes, which are added in one tree for several
+// sums together (4 bits have a form of their own), and prefetching.
 #pragma once
 
 #include <algorithm>
@@ -78,9 +78,12 @@ DS_AVX2 static DS_INLINE __m128 add_lanes(const __m256 (&eight)[4]) {
 struct Ahead {
     const char *next, *end;
     int64_t lines, period, wait;  // cache lines at once, steps from one time to the next, steps to the next time
-    Ahead(const char* begin, int64_t bytes, int64_t steps)
-        : next(begin), end(begin + bytes), lines((bytes / 64 + steps) / std::max<int64_t>(1, steps)),
-          period(std::max<int64_t>(1, steps * 64 / std::max<int64_t>(64, bytes))), wait(1) {}
+    Ahead(const char* begin, int64_t bytes, int64_t steps) : next(begin), end(begin + bytes), wait(1) {
+        const int64_t all = (bytes + 63) / 64;
+        steps = std::max<int64_t>(1, steps);
+        lines = (all + steps - 1) / steps;
+        period = std::clamp<int64_t>(all ? steps / all : steps, 1, steps);
+    }
     DS_INLINE void fetch() {
         if (--wait) return;
         wait = period;
