@@ -286,7 +286,11 @@ def _make(into: Path) -> None:
         losses = _train(model, tokenizer)
         model.eval()
         after = held_out_loss(model, held)
-        moved = [float((weight - first[name]).norm() / first[name].norm()) for name, weight in model.named_parameters()]
+        moved = [
+            float((weight.detach() - first[name]).norm() / first[name].norm())
+            for name, weight in model.named_parameters()
+        ]
+        print(f"trained model: held-out loss {after:.3f} after", file=sys.stderr, flush=True)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(seeded)

@@ -196,6 +196,8 @@ def _check_model(args: argparse.Namespace) -> None:
             raise ArgumentError("--checkpoint: a GGUF file has its own weights")
         if not Path(args.model).is_file():
             raise ArgumentError(f"there is no file {args.model!r}")
+    elif (Path(args.model) / "adapter_config.json").is_file() and not (Path(args.model) / "config.json").is_file():
+        raise ArgumentError(f"{args.model} has adapters alone: ds_serve MODEL --lora-modules NAME={args.model}")
     elif not args.model or not Path(args.model).is_dir():
         if args.model.count("/") > 1 or args.model[:1] in ("", "/", ".", "~"):
             raise ArgumentError(

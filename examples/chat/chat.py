@@ -41,11 +41,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     given = parser.parse_args()
     if (given.folder / "adapter_config.json").exists() and not (given.folder / "config.json").exists():
-        raise SystemExit(f"{given.folder}: adapters alone; PEFT's merge_and_unload adds them to a model (docs/sft.md)")
+        raise SystemExit(f"{given.folder}: adapters alone; docs/sft.md merges them into a model")
     if not (given.folder / "config.json").exists():
         raise SystemExit(f"{given.folder}: no folder of a model (docs/trained-model.md makes one)")
     tokenizer = AutoTokenizer.from_pretrained(given.folder)
     model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=getattr(torch, given.dtype)).eval()
+    print("preparing the model …", flush=True)
     generator = Generator(model, speculation=4)
     sampling = SamplingParams(max_new_tokens=given.tokens, temperature=given.temperature)
     messages: list[dict[str, str]] = []

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ parser.add_argument("--lora", type=int, default=0, help="rank of LoRA adapters; 
 parser.add_argument("--config", default="ds_config.json")
 parser.add_argument("--local_rank", type=int, default=-1)
 arguments = parser.parse_args()
+if Path(arguments.output).exists():  # adapters beside the weights of an earlier run would be loaded with those
+    raise SystemExit(f"{arguments.output} exists: name a new folder with --output")
 
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.clients.common import fresh_clients, zero
+from tests.harness.pool import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "sft.md").read_text()
@@ -53,7 +54,7 @@ def tiny(folder: Path, heads: int = 3) -> None:
 def run_program(folder: str, stage: int, *words: str) -> list[float]:
     """On a worker: the page's program under its own JSON at a stage; the losses that rank 0 prints, held out last."""
     config = json.loads((EXAMPLE / "ds_config.json").read_text())
-    config["optimizer"]["params"]["lr"] = config["scheduler"]["params"]["warmup_max_lr"] = 1e-2
+    config["optimizer"]["params"]["lr"] = 1e-2
     config["zero_optimization"] = zero(stage)
     given = ["--model", f"{folder}/model", "--data", f"{folder}/chats.jsonl", "--config", f"{folder}/{stage}.json"]
     Path(folder, f"{stage}.json").write_text(json.dumps(config))
@@ -114,6 +115,24 @@ def test_the_program_tunes_alike_at_every_stage(
         first = first or losses
         assert losses == pytest.approx(first, abs=2e-4)  # printed with four digits
         assert reloaded_loss(tmp_path / str(stage), bool(words)) == pytest.approx(losses[-1], abs=1e-4)
+    if words:
+        merge(tmp_path, tmp_path / str(stages[-1]))
+        assert reloaded_loss(tmp_path / "merged", False) == pytest.approx(losses[-1], abs=1e-4)
+
+
+def merge(folder: Path, adapters: Path) -> None:
+    """Run the page's block on folders of the test."""
+    (block,) = [shown for shown in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "merge_and_unload" in shown]
+    folders = {"smollm2": folder / "model", "adapters": adapters, "merged": folder / "merged"}
+    for name, path in folders.items():
+        block = block.replace(f'"{name}"', repr(str(path)))
+    exec(block, {})
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--model", "x", "--data", "x", "--output", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120 * PATIENCE)
+    assert ended.returncode == 1 and f"{tmp_path} exists: name a new folder with --output" in ended.stderr
 
 
 @pytest.mark.slow

@@ -38,8 +38,9 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := trained.missing_package():
         pytest.skip(reason)
     where = tmp_path_factory.mktemp("reader")
-    (command,) = [line for line in COMMANDS if " shipped " in line]
-    run([sys.executable, *command.split()[1:]], where)
+    (command,) = [line for line in COMMANDS if "model.py" in line]
+    program, folder = command.split()[1:]
+    run([sys.executable, str(ROOT / program), folder], where)
     return where
 
 
@@ -49,7 +50,7 @@ def test_the_chat_answers(where: Path) -> None:
     said = run(
         [sys.executable, str(ROOT / program), folder], where, "What is the capital of France?\nAnd of Italy?\n\n"
     )
-    _, first, second, end = said.split("> ")
+    _, first, second, end = said.split("> ")  # before the first: that the model is prepared
     assert "Paris" in first and "Rome" in second and end == "", said
 
 

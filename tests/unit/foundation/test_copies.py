@@ -76,7 +76,16 @@ def test_files_of_two_in_one_folder_are_named(tmp_path: Path) -> None:
 def test_the_warning_is_an_error_for_who_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(planted(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.warns(deepspeed.errors.SecondCopyWarning, match="pip uninstall deepspeed"):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(deepspeed.errors.SecondCopyWarning, match="Keep one: .* -m pip uninstall deepspeed"):
+        warn_of_others(PACKAGE, deepspeed.__version__)
+
+
+def test_a_source_tree_in_the_working_folder_is_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(planted(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.warns(deepspeed.errors.SecondCopyWarning, match="the source tree in the working folder"):
         warn_of_others(PACKAGE, deepspeed.__version__)
 
 

@@ -79,6 +79,12 @@ def test_a_folder_that_is_not_there_is_not_asked_for_elsewhere(path: str) -> Non
         parse([path])
 
 
+def test_a_folder_of_adapters_names_the_option_for_them(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ArgumentError, match="adapters alone: ds_serve MODEL --lora-modules NAME="):
+        parse([str(tmp_path)])
+
+
 def test_a_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(" \n\n")
     with pytest.raises(ArgumentError, match="holds no key"):
