@@ -33,6 +33,8 @@ LARGEST = 2000
 _GROWING = ("properties", "anyOf", "oneOf", "allOf")
 # Spaces and line breaks in JSON are limited: a model that writes them without end would never finish.
 WHITESPACE = r" ?|\n[ ]{0,24}|\n\t{0,8}"
+# So are the fractions of a second in the formats of times.
+FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.][^.]*)?)?$"
 _LEADS = ("", "x", ":")  # texts before a text, to find the tokens of its middle
 _STATES = 50_000  # of the lexer, 1 to 2 kB each
 
@@ -90,6 +92,18 @@ def check_schema(schema: Any) -> None:
             waiting += part
 
 
+def _with_short_fractions(part: Any) -> Any:
+    """Return a copy of a JSON schema whose times have at most nine digits after the second."""
+    if isinstance(part, list):
+        return [_with_short_fractions(entry) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    short = {key: value if key in ("enum", "const") else _with_short_fractions(value) for key, value in part.items()}
+    if part.get("format") in ("time", "date-time") and "pattern" not in part:
+        short["pattern"] = FRACTION
+    return short
+
+
 def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
     """Return the constraint in llguidance's form of a grammar; raises ValueError."""
     from llguidance import LLMatcher, regex_to_lark
@@ -103,6 +117,7 @@ def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
             raise ValueError(f"a JSON schema is an object, not {structured.value!r:.80}")
         check_schema(schema)
         schema = {key: entry for key, entry in schema.items() if key != "x-guidance"}  # options of the compiler
+        schema = _with_short_fractions(schema)
         options: Any = {"whitespace_pattern": WHITESPACE}
         return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))["grammars"][0]
     if structured.kind == "choice":

@@ -14,7 +14,14 @@ import pytest
 
 from deepspeed.errors import RequestError
 from deepspeed.inference import Generator, Request, SamplingParams
-from deepspeed.inference.structured_output import LARGEST, LONGEST, REMEMBERED, ConstraintCompiler, StructuredOutput
+from deepspeed.inference.structured_output import (
+    LARGEST,
+    LONGEST,
+    REMEMBERED,
+    ConstraintCompiler,
+    StructuredOutput,
+    _grammar_of,
+)
 from tests.unit.inference.schemas import schemas
 from tests.unit.inference.toys import llama, mamba
 from tests.unit.inference.vocabularies import vocabulary
@@ -121,6 +128,20 @@ def test_every_kind_of_constraint_on_every_executor(kind: str) -> None:
             options = SamplingParams(max_new_tokens=40, structured=StructuredOutput(form, value), **drawn)
             (tokens, reason) = run(generator, [Request(0, [1, 5, 9], options)])[0]
             assert reason == "stop" and re.fullmatch(pattern, text_of(tokenizer, tokens)), text_of(tokenizer, tokens)
+
+
+def test_fractions_of_a_second_are_limited() -> None:
+    """The trained model wrote zeros until its limit."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    for form, start in (("time", ""), ("date-time", "2024-02-29T")):
+        at = {"anyOf": [{"type": "string", "format": form}]}
+        schema = {"type": "object", "properties": {"at": at, "format": {"const": {"format": "time"}}}}
+        grammar = json.dumps({"grammars": [_grammar_of(structured(schema))]})
+        for text, fits in (("12Z", True), ("12.123456789+01:00", True), ("12.1234567890Z", False), ("12.5", False)):
+            matcher = LLMatcher(LLTokenizer("byte"), grammar)
+            whole = f'{{"at": "{start}10:11:{text}", "format": {{"format": "time"}}}}'.encode()
+            assert (matcher.try_consume_tokens(list(whole)) == len(whole)) == fits, (form, text)
 
 
 def test_ends_are_where_the_constraint_may_end() -> None:
