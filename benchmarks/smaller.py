@@ -94,6 +94,8 @@ def config_of(options: argparse.Namespace, section: dict[str, Any]) -> dict[str,
 def row_key(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
     """What a row depends on; a stored row or checkpoint with another key is not used."""
     key = config_of(options, section) | {"steps": options.steps, "length": options.length, "model": str(options.model)}
+    if "distillation" in section:
+        key["teacher"] = row_key(options, {})
     return json.loads(json.dumps(key))  # as it comes out of a file
 
 
@@ -120,8 +122,8 @@ def train(options: argparse.Namespace, name: str, section: dict[str, Any], text:
     parameters = list(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(options, section))
     if "distillation" in section:
-        teacher = AutoModelForCausalLM.from_pretrained(row_folder(options, DENSE), dtype=options.torch_dtype)
-        engine.set_teacher(teacher)
+        dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+        engine.set_teacher(AutoModelForCausalLM.from_pretrained(row_folder(options, DENSE), dtype=dtype))
     progress = resume(engine, folder / "state", row_key(options, section))
     losses, seconds = progress["losses"], progress["seconds"]
     for batch in text.split(options.rows)[len(losses) :]:
@@ -209,7 +211,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="o_proj", help="expression that finds the matrices out of attention")
     parser.add_argument("--ffn", default="(gate|up)_proj", help="expression that finds the matrices into the FFN")
     parser.add_argument("--heads", type=float, default=2 / 3, help="kept share; whole key-value groups")
-    parser.add_argument("--units", type=float, default=7 / 9, help="kept share of the FFN: a quarter of both leaves")
+    parser.add_argument("--units", type=float, default=7 / 9, help="kept share of the FFN: with --heads, 3/4 of both")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hard", type=float, default=0.3, help="share of the own loss beside the teacher's")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -219,9 +221,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="rows; dense comes along")
     parser.add_argument("--output", type=Path, default=Path("runs/smaller"))
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    options = parser.parse_args()
-    options.torch_dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:

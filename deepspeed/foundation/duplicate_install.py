@@ -27,15 +27,15 @@ def warn_of_others(package: str, version: str) -> None:
     others = other_copies(package, sys.path)
     if others:
         places = "; ".join(f"{place} ({kind})" for place, kind in others.items())
-        only = "Keep one"
+        remedy = "Keep one"
         if os.path.realpath(os.path.dirname(package)) == os.path.realpath(os.curdir):
-            only = (
+            remedy = (
                 "The imported one is the source tree in the working folder, which Python searches first for `python "
                 "-m` and typed code; a script that is run by its file's name gets the other. To keep one only"
             )
         warnings.warn(
             f"{NAME} {version} is imported from {package}, and there is another on Python's path: {places}. Another "
-            f"script or working folder may import that one, and `importlib.metadata` may report its version. {only}: "
+            f"script or working folder may import that one, and `importlib.metadata` may report its version. {remedy}: "
             f"`{sys.executable} -m pip uninstall {NAME}` until it finds none, then install the one you want; "
             "what pip does not know of is removed by hand or taken off PYTHONPATH",
             SecondCopyWarning,

@@ -13,7 +13,7 @@ import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,30 +78,24 @@ class StructuredOutput:
             raise RequestError(f"{self.field}: no valid text: {error}") from None
 
 
-def check_schema(schema: Any) -> None:
-    """Raise ValueError if a JSON schema has parts that would take too long to compile."""
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over the objects of a JSON schema, without those in the values of `enum` and `const`."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            for key in _GROWING:
-                if isinstance(part.get(key), dict | list) and len(part[key]) > LARGEST:
-                    raise ValueError(f"{key} has {len(part[key])} entries, over the maximum of {LARGEST}")
+            yield part
             waiting += [value for key, value in part.items() if key not in ("enum", "const")]
         elif isinstance(part, list):
             waiting += part
 
 
-def _with_short_fractions(part: Any) -> Any:
-    """Return a copy of a JSON schema whose times have at most nine digits after the second."""
-    if isinstance(part, list):
-        return [_with_short_fractions(entry) for entry in part]
-    if not isinstance(part, dict):
-        return part
-    short = {key: value if key in ("enum", "const") else _with_short_fractions(value) for key, value in part.items()}
-    if part.get("format") in ("time", "date-time") and "pattern" not in part:
-        short["pattern"] = FRACTION
-    return short
+def check_schema(schema: Any) -> None:
+    """Raise ValueError if a JSON schema has parts that would take too long to compile."""
+    for part in _parts(schema):
+        for key in _GROWING:
+            if isinstance(part.get(key), dict | list) and len(part[key]) > LARGEST:
+                raise ValueError(f"{key} has {len(part[key])} entries, over the maximum of {LARGEST}")
 
 
 def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
@@ -117,7 +111,9 @@ def _grammar_of(structured: StructuredOutput) -> dict[str, Any]:
             raise ValueError(f"a JSON schema is an object, not {structured.value!r:.80}")
         check_schema(schema)
         schema = {key: entry for key, entry in schema.items() if key != "x-guidance"}  # options of the compiler
-        schema = _with_short_fractions(schema)
+        for part in _parts(schema):
+            if part.get("format") in ("time", "date-time") and "pattern" not in part:
+                part["pattern"] = FRACTION
         options: Any = {"whitespace_pattern": WHITESPACE}
         return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))["grammars"][0]
     if structured.kind == "choice":
