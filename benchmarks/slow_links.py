@@ -2,7 +2,8 @@
 
 The hosts are network namespaces of tests/hosts (root and `make hosts`); `tc … tbf` limits each host's link both ways.
 All sides run in one process for each host, in random order by round. `exposed` is the step's time minus that of the
-side `floor`, which trains without collectives.
+side `floor`, which trains without collectives. The side `wait` is `floor` with one all-reduce of four bytes before the
+optimizer's step: what it exposes is time that ranks wait for each other, which no codec can save.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from tests.hosts.cluster import Cluster, cluster, missing
 SHAPES = {"20M": Shape(), "50M": Shape(layers=12, width=576, vocabulary=8192)}
 PEERS = ["ddp", "ddp-fp16", "ddp-powersgd", "fsdp2", "fsdp2-bf16"]
 OURS = ["stage2", "stage2-bf16", "stage2-int8", "stage2-int4", "stage0-int8", "stage3-int8", "auto"]
-SIDES = ["floor", *PEERS, *OURS]
+SIDES = ["floor", "wait", *PEERS, *OURS]
 UPSTREAM = "upstream-stage2"
 SIXTEEN_BITS = ["ddp-fp16", "fsdp2-bf16"]
 LINKS = {"100mbit": "100mbit", "1gbit": "1gbit", "10gbit": "10gbit"}
-HEAD = ["side", "s", "over DDP", "exposed s", "bytes/parameter", "loss"]
+HEAD = ["side", "s", "over DDP", "exposed s", "processor s of all ranks", "bytes/parameter", "loss"]
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -44,12 +45,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
 
 
-def torch_step(wrapped: nn.Module) -> Callable[[Tensor], Tensor]:
+def torch_step(wrapped: nn.Module, wait: bool = False) -> Callable[[Tensor], Tensor]:
     optimizer = adamw(wrapped.parameters())
 
     def step(windows: Tensor) -> Tensor:
         loss = wrapped(windows)
         loss.backward()
+        if wait:
+            torch.distributed.all_reduce(torch.zeros(1))
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -111,8 +114,8 @@ def make_step(name: str, shape: Shape) -> Callable[[Tensor], Tensor]:
     """The side of this name; all begin with the same weights."""
     torch.manual_seed(0)
     model = GPT(shape)
-    if name == "floor":
-        return torch_step(model)
+    if name in ("floor", "wait"):
+        return torch_step(model, wait=name == "wait")
     if name.startswith("ddp"):
         return ddp_step(name, model)
     if name.startswith("fsdp2"):
@@ -133,20 +136,24 @@ def run_rank(sides: list[str], shape: Shape, rounds: int) -> None:
         losses[name].append(steps[name](batch_of(shape, count[name], rank)).item())
         count[name] += 1
 
-    def timed(name: str) -> tuple[float, int]:
-        """Seconds and bytes of the second of two steps, which pays for what the first one leaves to its next step."""
+    def timed(name: str) -> tuple[float, int, float]:
+        """Seconds, bytes and processor seconds of the second of two steps.
+
+        The second one pays for what the first one leaves to its next step.
+        """
         torch.distributed.barrier()
         step(name)
         sent, started = int(_SENT.read_text()), time.perf_counter()  # no barrier: it would wait for those messages
+        worked = time.process_time()
         step(name)
-        return time.perf_counter() - started, int(_SENT.read_text()) - sent
+        return time.perf_counter() - started, int(_SENT.read_text()) - sent, time.process_time() - worked
 
     order = random.Random(1)
     for name in sides * 2:  # warm up: buckets, order of gathers, start of PowerSGD
         step(name)
     for _ in range(6 if "auto" in sides else 0):  # it chooses after its first steps
         step("auto")
-    rows: dict[str, list[tuple[float, int]]] = {name: [] for name in sides}
+    rows: dict[str, list[tuple[float, int, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name in order.sample(sides, len(sides)):
             rows[name].append(timed(name))
@@ -158,6 +165,7 @@ def run_rank(sides: list[str], shape: Shape, rounds: int) -> None:
         result = {
             name: {
                 "seconds": [max(others[name][turn][0] for others, _ in every) for turn in range(rounds)],
+                "processor": [sum(others[name][turn][2] for others, _ in every) for turn in range(rounds)],
                 "bytes": statistics.median(row[1] for row in rows[name]),
                 "loss": statistics.mean(others[name][-1] for _, others in every),
             }
@@ -209,7 +217,7 @@ def measure(
 
 
 def table(result: dict[str, Any], sides: list[str]) -> list[list[str]]:
-    """Rows: side, seconds, ratio to DDP, exposed seconds, ratio of those, bytes a parameter, loss."""
+    """Rows: side, seconds, ratio to DDP, exposed seconds, processor seconds, bytes a parameter, loss."""
     seconds, rows = {name: result[name]["seconds"] for name in sides}, []
     floor = seconds.get("floor")
     for name in sides:
@@ -222,6 +230,7 @@ def table(result: dict[str, Any], sides: list[str]) -> list[list[str]]:
         )
         rows.append([
             name, f"{statistics.median(seconds[name]):.3f}", str(ratio), exposed,
+            f"{statistics.median(result[name]['processor']):.2f}",
             f"{result[name]['bytes'] / result['parameters']:.3f}", f"{result[name]['loss']:.4f}",
         ])  # fmt: skip
     return rows

@@ -50,7 +50,8 @@ def rows_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
     shallow = {"layer_reduction": {"enabled": True, "keep_number_layer": options.layers, "schedule_offset": offset}}
     learning = {"distillation": {"enabled": True, "hard": options.hard, "logits": 1 - options.hard,
-                                 "temperature": options.temperature}}  # fmt: skip
+                                 "temperature": options.temperature, "hidden": options.hidden,
+                                 "hidden_distance": "cosine"}}  # fmt: skip
     rows = {DENSE: {}, "narrow": narrow, "narrow, distilled": {**narrow, **learning}}
     return rows | {"shallow": shallow, "shallow, distilled": {**shallow, **learning}}
 
@@ -215,6 +216,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hard", type=float, default=0.3, help="share of the own loss beside the teacher's")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--hidden", type=float, default=10.0, help="weight of the cosine of hidden states")
     parser.add_argument("--rounds", type=int, default=7, help="of paired timings")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of all rows' training")
     parser.add_argument("--save_every", type=int, default=25, help="steps between a row's checkpoints; 0: none")

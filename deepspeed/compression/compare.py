@@ -23,7 +23,7 @@ LIMIT_S = 1800.0
 
 # Runs separately, after the source of `hf_forward`; answers each input line with one line of JSON.
 _READER = """
-import json, sys, time
+import inspect, json, sys, time
 import torch, transformers
 from torch.nn import functional as F
 transformers.utils.logging.disable_progress_bar()
@@ -36,9 +36,11 @@ model, loaded = model_class.from_pretrained(folder, output_loading_info=True)
 if loaded["missing_keys"]:  # Transformers would go on with random values
     raise SystemExit(f"weights are missing: {sorted(loaded['missing_keys'])[:3]}")
 model.eval()
+# generate takes the logits of a prompt's last token alone
+last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 def prefill(ids):
-    model(input_ids=ids, **without_cache(model))
+    model(input_ids=ids, **without_cache(model), **last)
 
 def token(ids):
     name, cache = cache_argument(model), returned_cache(model(**caches_at_all(model, {"input_ids": ids[:, :-1]})))
@@ -131,8 +133,8 @@ class Exported:
         """Measure the CPU time of a forward pass, in seconds, as the mean of `times` passes.
 
         Args:
-            kind: `prefill`: a pass of `length` tokens; `token`: a pass of one token with `length` - 1 tokens in the
-                cache. Lengths above the model's maximum are reduced.
+            kind: `prefill`: a pass of `length` tokens, with the last one's logits as in `generate`; `token`: a pass of
+                one token with `length` - 1 tokens in the cache. Lengths above the model's maximum are reduced.
         """
         return self._ask(kind, length, times)
 

@@ -174,6 +174,8 @@ class Compression:
         """Record that `removal` has removed layers, so that they are not removed again."""
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
+            if self.distiller is not None:
+                self.distiller.kept_layers = removal.layers[self.depth.prefix]
 
     def resume(self) -> None:
         """Restore the masks of the remaining rules after `removed`. Collective."""

@@ -31,6 +31,7 @@ class Distiller:
     def __init__(self, student: nn.Module, section: Distillation) -> None:
         self.student, self.section = student, section
         self.teacher: Any = None
+        self.kept_layers: list[int] | None = None  # layers of the model that `layer_reduction` left in this engine
         self.close: Callable[[], None] | None = None  # closes the teacher
         self._list_name = ""  # name of the list of the teacher's blocks
         kinds = (getattr(module, "loss_type", None) for module in student.modules())
@@ -173,21 +174,36 @@ class Distiller:
             distance = divergence(output.logits, teacher_output.logits, section.temperature, labels)
             total = total + section.logits * distance
         if section.hidden:
-            distance = self._distance(output.hidden_states, teacher_output.hidden_states, states=True)
-            total = total + section.hidden * distance
+            total = total + section.hidden * self._hidden(output.hidden_states, teacher_output.hidden_states)
         if section.attention:
-            distance = self._distance(output.attentions, teacher_output.attentions, states=False)
-            total = total + section.attention * distance
+            total = total + section.attention * self._attention(output.attentions, teacher_output.attentions)
         return total
 
-    def _distance(self, student: Any, teacher: Any, states: bool) -> torch.Tensor:
-        """Compute the mean squared error of paired layers; hidden states include the input of the first layer."""
-        first = 1 if states else 0
-        pairs = [(0, 0)] if states else []
-        for layer, teacher_layer in enumerate(self._layers(len(student) - first, len(teacher) - first)):
-            pairs.append((layer + first, teacher_layer + first))
-        errors = [functional.mse_loss(student[a].float(), teacher[b].float()) for a, b in pairs]
+    def _hidden(self, student: Any, teacher: Any) -> torch.Tensor:
+        """Compute the mean distance of paired layers' outputs and of the first layers' inputs."""
+        layers = self._layers_of_outputs(len(student) - 1, len(teacher) - 1)
+        pairs = [(0, 0), *((layer + 1, teacher_layer + 1) for layer, teacher_layer in enumerate(layers))]
+        distance = cosine_distance if self.section.hidden_distance == "cosine" else functional.mse_loss
+        return torch.stack([distance(student[a].float(), teacher[b].float()) for a, b in pairs]).mean()
+
+    def _attention(self, student: Any, teacher: Any) -> torch.Tensor:
+        """Compute the mean squared error of paired layers' attention maps."""
+        layers = self._layers(len(student), len(teacher))
+        errors = [
+            functional.mse_loss(student[layer].float(), teacher[other].float()) for layer, other in enumerate(layers)
+        ]
         return torch.stack(errors).mean()
+
+    def _layers_of_outputs(self, count: int, teacher_count: int) -> list[int]:
+        """Return teacher layers by student layer for outputs.
+
+        After a removal of layers from a model as deep as the teacher, a layer is paired with the last teacher layer
+        before the student's next one: what the teacher computes until there, it is to give.
+        """
+        kept = self.kept_layers
+        if self.section.layers is not None or kept is None or len(kept) != count or kept[-1] >= teacher_count:
+            return self._layers(count, teacher_count)
+        return [layer - 1 for layer in kept[1:]] + [teacher_count - 1]
 
     def _layers(self, count: int, teacher_count: int) -> list[int]:
         """Return teacher layers by student layer: `distillation.layers` or evenly spaced; CompressionError if wrong."""
@@ -215,6 +231,19 @@ _Call = tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
 
 def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the mean over positions of one minus the cosine (Sanh et al. 2019, section 3).
+
+    Hidden states of language models have a few channels with values a hundred times as large as the others; a squared
+    error consists of those channels. A cosine compares directions, as the norm that follows the state does.
+
+    Args:
+        student: fp32 [..., features].
+        teacher: the same.
+    """
+    return (1 - functional.cosine_similarity(student, teacher, dim=-1)).mean()
 
 
 def divergence(

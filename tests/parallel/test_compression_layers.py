@@ -306,8 +306,11 @@ def learns_from_the_whole_model(stage: int) -> None:
     config = settings(stage, keep_number_layer=2)
     config["compression_training"]["distillation"] = {"enabled": True, "teacher": "before", "hidden": 0.5}
     with engine_of(config, llama(num_hidden_layers=4)) as engine:
+        blocks = list(engine.module.model.layers)
         losses = train(engine, range(STEPS))
         assert len(engine.module.model.layers) == 2 and all(loss == loss for loss in losses)
+        kept = [blocks.index(block) for block in engine.module.model.layers]
+        assert engine._state.compression.distiller.kept_layers == kept  # hidden states are paired by it
 
 
 def test_the_teacher_keeps_its_layers(workers: Any) -> None:

@@ -215,10 +215,15 @@ class Distillation(Section):
     temperature: float = key(1.0, "of both distributions", gt=0)
     hard: float = key(0.5, "weight of the model's own loss", ge=0)
     logits: float = key(0.5, "weight of the divergence of the logits", ge=0)
-    hidden: float = key(0.0, "weight of the squared error of hidden states", ge=0)
+    hidden: float = key(0.0, "weight of the distance of hidden states", ge=0)
+    hidden_distance: Literal["squared", "cosine"] = key(
+        "squared", "mean squared error of all values, or one minus the cosine of each position, which no channel rules"
+    )
     attention: float = key(0.0, "weight of the squared error of attention maps; needs eager attention", ge=0)
     layerwise: float = key(0.0, "weight of each layer's squared error, on the input of the teacher's layer", ge=0)
-    layers: list[int] | None = key(None, "teacher layer of each student layer; default: spread evenly")
+    layers: list[int] | None = key(
+        None, "teacher layer of each student layer; default: spread evenly, for hidden states by removed layers"
+    )
 
 
 class Export(Section):

@@ -330,6 +330,37 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
     assert divergence(mine.logits, theirs.logits, 1.0, labels) == 0
 
 
+@pytest.mark.parametrize(
+    ("kept", "pairs"),
+    [
+        (None, [0, 2, 4]),  # evenly
+        ([0, 3], [0, 3, 4]),  # layers 1 and 2 left: the first one answers for them
+        ([1, 2], [0, 2, 4]),
+        ([0, 1, 2], [0, 2, 4]),  # of another model
+        ([0, 5], [0, 2, 4]),
+    ],
+)
+@pytest.mark.parametrize("distance", ["squared", "cosine"])
+def test_hidden_states_of_what_a_layer_answers_for(kept: list[int] | None, pairs: list[int], distance: str) -> None:
+    student, teacher = llama(0, 2).train(), llama(1, 4)
+    section = Distillation(enabled=True, hard=0.0, logits=0.0, hidden=2.0, hidden_distance=distance)
+    distiller = Distiller(student, section)
+    distiller.set_teacher(teacher)
+    distiller.kept_layers = kept
+    ids = torch.arange(1, 11)[None]  # row 0 is zero, and has no direction
+    result = student(input_ids=ids, labels=ids).loss
+    distiller.remove()
+    with torch.no_grad():
+        own = student(input_ids=ids, output_hidden_states=True).hidden_states
+        theirs = teacher.eval()(input_ids=ids, output_hidden_states=True).hidden_states
+    states = [(own[index], theirs[other]) for index, other in enumerate(pairs)]
+    if distance == "squared":
+        errors = [(x - y).square().mean() for x, y in states]
+    else:
+        errors = [(1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))).mean() for x, y in states]
+    assert torch.allclose(result, 2 * torch.stack(errors).mean(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_distillation_counts_what_labels_count(wrapped: bool) -> None:
     """A prompt is left out, and the first token of the answer counts: the logits of the prompt's last token say it."""
