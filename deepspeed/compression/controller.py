@@ -175,7 +175,7 @@ class Compression:
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
             if self.distiller is not None:
-                self.distiller.kept_layers = removal.layers[self.depth.prefix]
+                self.distiller.layers_left(removal.layers[self.depth.prefix])
 
     def resume(self) -> None:
         """Restore the masks of the remaining rules after `removed`. Collective."""

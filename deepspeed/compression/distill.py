@@ -31,7 +31,7 @@ class Distiller:
     def __init__(self, student: nn.Module, section: Distillation) -> None:
         self.student, self.section = student, section
         self.teacher: Any = None
-        self.kept_layers: list[int] | None = None  # layers of the model that `layer_reduction` left in this engine
+        self._remaining: list[int] | None = None  # see `layers_left`
         self.close: Callable[[], None] | None = None  # closes the teacher
         self._list_name = ""  # name of the list of the teacher's blocks
         kinds = (getattr(module, "loss_type", None) for module in student.modules())
@@ -54,6 +54,10 @@ class Distiller:
         if not callable(teacher):
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
         self.teacher, self.close = teacher, close or self.close
+
+    def layers_left(self, remaining: list[int]) -> None:
+        """Pair hidden states by a removal of layers; `remaining` are the indices of the student's layers before it."""
+        self._remaining = remaining
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook that requests the outputs to compare; CompressionError for attention that is not eager."""
@@ -200,10 +204,10 @@ class Distiller:
         After a removal of layers from a model as deep as the teacher, a layer is paired with the last teacher layer
         before the student's next one: what the teacher computes until there, it is to give.
         """
-        kept = self.kept_layers
-        if self.section.layers is not None or kept is None or len(kept) != count or kept[-1] >= teacher_count:
+        layers = self._remaining
+        if self.section.layers is not None or layers is None or len(layers) != count or layers[-1] >= teacher_count:
             return self._layers(count, teacher_count)
-        return [layer - 1 for layer in kept[1:]] + [teacher_count - 1]
+        return [layer - 1 for layer in layers[1:]] + [teacher_count - 1]
 
     def _layers(self, count: int, teacher_count: int) -> list[int]:
         """Return teacher layers by student layer: `distillation.layers` or evenly spaced; CompressionError if wrong."""

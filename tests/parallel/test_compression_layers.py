@@ -310,7 +310,7 @@ def learns_from_the_whole_model(stage: int) -> None:
         losses = train(engine, range(STEPS))
         assert len(engine.module.model.layers) == 2 and all(loss == loss for loss in losses)
         kept = [blocks.index(block) for block in engine.module.model.layers]
-        assert engine._state.compression.distiller.kept_layers == kept  # hidden states are paired by it
+        assert engine._state.compression.distiller._remaining == kept  # hidden states are paired by it
 
 
 def test_the_teacher_keeps_its_layers(workers: Any) -> None:

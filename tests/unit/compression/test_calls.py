@@ -331,7 +331,7 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "pairs"),
+    ("remaining", "pairs"),
     [
         (None, [0, 2, 4]),  # evenly
         ([0, 3], [0, 3, 4]),  # layers 1 and 2 left: the first one answers for them
@@ -341,12 +341,15 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
     ],
 )
 @pytest.mark.parametrize("distance", ["squared", "cosine"])
-def test_hidden_states_of_what_a_layer_answers_for(kept: list[int] | None, pairs: list[int], distance: str) -> None:
+def test_hidden_states_are_paired_by_removed_layers(
+    remaining: list[int] | None, pairs: list[int], distance: str
+) -> None:
     student, teacher = llama(0, 2).train(), llama(1, 4)
     section = Distillation(enabled=True, hard=0.0, logits=0.0, hidden=2.0, hidden_distance=distance)
     distiller = Distiller(student, section)
     distiller.set_teacher(teacher)
-    distiller.kept_layers = kept
+    if remaining is not None:
+        distiller.layers_left(remaining)
     ids = torch.arange(1, 11)[None]  # row 0 is zero, and has no direction
     result = student(input_ids=ids, labels=ids).loss
     distiller.remove()
