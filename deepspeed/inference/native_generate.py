@@ -140,8 +140,6 @@ class CallReader:
         )
         if others or len(inputs) > 1:
             return f"{', '.join(others[:3]) or 'several arguments without names'}"
-        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
-            return "eos_token_id is None"
         return self._why_not_prompts(self._ids(inputs, kwargs), kwargs)
 
     def _why_not_prompts(self, ids: Any, kwargs: dict[str, Any]) -> str | None:

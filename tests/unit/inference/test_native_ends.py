@@ -111,6 +111,24 @@ def test_a_call_without_a_length_ends_where_that_of_transformers_does(settings: 
     engine.destroy()
 
 
+def test_no_end_token_by_the_call_is_none_though_the_model_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+
+    warnings: list[str] = []
+    monkeypatch.setattr("deepspeed.inference.native_generate.warn_once", lambda text, key=None: warnings.append(text))
+    model, ids = llama(max_position_embeddings=48), torch.arange(1, 6)[None]
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    fourth = int(model.generate(ids, **call)[0, 8])
+    model.generation_config = GenerationConfig(eos_token_id=fourth, pad_token_id=0)
+    engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    for ends, length in (({}, 9), ({"eos_token_id": None}, 17)):
+        own = model.generate(ids, **call, **ends)
+        assert own.shape[1] <= length and torch.equal(engine.generate(ids, **call, **ends), own)
+    assert own.shape[1] == 17 and not warnings
+    engine.destroy()
+
+
 def test_tokens_outside_the_table_are_refused() -> None:
     generator = Generator(llama())
     for token in (-1, generator.model.config.vocab_size):
