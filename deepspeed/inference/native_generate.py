@@ -17,7 +17,7 @@ from deepspeed.moe.expert_parallel import is_divided
 # Arguments of a call or generation config that are followed, and those without effect on the tokens of such calls.
 _READ = {
     "inputs", "input_ids", "attention_mask", "generation_config", "max_new_tokens", "max_length", "min_new_tokens",
-    "eos_token_id", "pad_token_id", "do_sample", "num_beams",
+    "eos_token_id", "pad_token_id", "do_sample", "num_beams", "repetition_penalty",
 }  # fmt: skip
 _DRAWN = {"temperature", "top_k", "top_p", "min_p", "num_return_sequences", "return_dict_in_generate"}
 _IDLE = {
@@ -26,7 +26,7 @@ _IDLE = {
 _IDLE_IN_TRAINING = {"disable_compile", "cache_implementation", "synced_gpus", "min_p", "token_type_ids"}
 _NOTHING: tuple[Any, ...] = (None, False)  # values that request nothing
 _NEUTRAL = {
-    "repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1, "num_beam_groups": 1,
+    "length_penalty": 1.0, "num_return_sequences": 1, "num_beam_groups": 1,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "diversity_penalty": 0.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "renormalize_logits": False, "top_h": None,
 }  # fmt: skip
@@ -96,11 +96,16 @@ class CallReader:
         filler = pad if pad is not None else ends[0] if ends else 0
         sampling = SamplingParams(
             max_new_tokens=new, min_new_tokens=min(least, new), ignore_eos=True, stop_token_ids=ends,
-            **self._drawing(kwargs),
+            repetition_penalty=self._penalty(kwargs), **self._drawing(kwargs),
         )  # fmt: skip
         samples = self._argument("num_return_sequences", kwargs) or 1
         as_output = bool(self._argument("return_dict_in_generate", kwargs))
         return GenerateCall(ids, prompts, sampling, samples, int(filler), as_output)
+
+    def _penalty(self, kwargs: dict[str, Any]) -> Any:
+        """Return the repetition penalty of the call; 1: none."""
+        penalty = self._argument("repetition_penalty", kwargs)
+        return 1.0 if penalty is None else penalty
 
     def _drawing(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not self._argument("do_sample", kwargs):
@@ -149,12 +154,23 @@ class CallReader:
         if mask is None:
             pad = self._argument("pad_token_id", kwargs)
             padded = pad is not None and (ids == pad).any()
-            return "prompts hold the pad token, and there is no mask" if padded else None
+            return (
+                "prompts hold the pad token, and there is no mask" if padded else self._why_not_penalty(kwargs, False)
+            )
         if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
             return "the mask has another shape than the prompts"
         mask = mask.long()
-        plain = bool((mask[:, -1] == 1).all()) and bool((mask.diff(dim=1) >= 0).all()) and int(mask.min()) >= 0
-        return None if plain else "prompts are padded elsewhere than on the left"
+        if not (bool((mask[:, -1] == 1).all()) and bool((mask.diff(dim=1) >= 0).all()) and int(mask.min()) >= 0):
+            return "prompts are padded elsewhere than on the left"
+        return self._why_not_penalty(kwargs, padded=not bool(mask.all()))
+
+    def _why_not_penalty(self, kwargs: dict[str, Any], padded: bool) -> str | None:
+        penalty = self._penalty(kwargs)
+        if penalty == 1:
+            return None
+        if not isinstance(penalty, float) or not penalty > 0:
+            return f"repetition_penalty is {penalty!r}"
+        return "padding counts for the repetition penalty of Transformers" if padded else None
 
     @staticmethod
     def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

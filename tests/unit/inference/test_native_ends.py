@@ -129,6 +129,31 @@ def test_no_end_token_by_the_call_is_none_though_the_model_has_one(monkeypatch: 
     engine.destroy()
 
 
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_repetition_penalty_is_that_of_transformers(of_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat models have one in their generation config. Padding counts there, so padded prompts go the model's way."""
+    from transformers import GenerationConfig
+
+    warnings: list[str] = []
+    monkeypatch.setattr("deepspeed.inference.native_generate.warn_once", lambda text, key=None: warnings.append(text))
+    model, ids = llama(max_position_embeddings=64), torch.tensor([[3, 9, 9, 4], [7, 1, 2, 7]])
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    penalty = {"repetition_penalty": 1.7}
+    model.generation_config = GenerationConfig(eos_token_id=5, pad_token_id=0)
+    plain = model.generate(ids, **call)
+    model.generation_config = GenerationConfig(eos_token_id=5, pad_token_id=0, **(penalty if of_model else {}))
+    engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    call |= {} if of_model else penalty
+    own = model.generate(ids, **call)
+    assert torch.equal(engine.generate(ids, **call), own) and not torch.equal(own, plain) and not warnings
+    call["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    assert torch.equal(engine.generate(ids, **call), model.generate(ids, **call))
+    assert "padding counts" in warnings[0]
+    with pytest.raises(ValueError, match="strictly positive float"):  # as Transformers says it
+        engine.generate(ids, **{**call, "repetition_penalty": -1.0})
+    engine.destroy()
+
+
 def test_tokens_outside_the_table_are_refused() -> None:
     generator = Generator(llama())
     for token in (-1, generator.model.config.vocab_size):
