@@ -230,7 +230,7 @@ def table(result: dict[str, Any], sides: list[str]) -> list[list[str]]:
         )
         rows.append([
             name, f"{statistics.median(seconds[name]):.3f}", str(ratio), exposed,
-            f"{statistics.median(result[name]['processor']):.2f}",
+            f"{statistics.median(result[name].get('processor', [float('nan')])):.2f}",
             f"{result[name]['bytes'] / result['parameters']:.3f}", f"{result[name]['loss']:.4f}",
         ])  # fmt: skip
     return rows

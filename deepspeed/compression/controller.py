@@ -62,6 +62,9 @@ class Compression:
         reduced = any(left_on(model, mark) is not None for mark in (CALLED, REDUCED))
         self.depth = Depth(model, section.layer_reduction) if section.layer_reduction.enabled and not reduced else None
         self.distiller = Distiller(model, section.distillation) if section.distillation.enabled else None
+        copied = section.layer_reduction.teacher_layer if section.layer_reduction.enabled and reduced else None
+        if self.distiller is not None and copied is not None:
+            self.distiller.layers_left(copied, None)
         for rule in self.rules:
             log_rank0(self._describe(rule))
         if self.plan.unproven:
@@ -174,8 +177,10 @@ class Compression:
         """Record that `removal` has removed layers, so that they are not removed again."""
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
-            if self.distiller is not None:
-                self.distiller.layers_left(removal.layers[self.depth.prefix])
+        if self.distiller is not None and len(removal.layers) == 1:
+            (remaining,) = removal.layers.values()
+            before = None if self.depth is None else self.depth.total
+            self.distiller.layers_left(remaining, before if before != len(remaining) else None)
 
     def resume(self) -> None:
         """Restore the masks of the remaining rules after `removed`. Collective."""

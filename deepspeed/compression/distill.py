@@ -32,6 +32,7 @@ class Distiller:
         self.student, self.section = student, section
         self.teacher: Any = None
         self._remaining: list[int] | None = None  # see `layers_left`
+        self._before: int | None = None
         self.close: Callable[[], None] | None = None  # closes the teacher
         self._list_name = ""  # name of the list of the teacher's blocks
         kinds = (getattr(module, "loss_type", None) for module in student.modules())
@@ -55,9 +56,14 @@ class Distiller:
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
         self.teacher, self.close = teacher, close or self.close
 
-    def layers_left(self, remaining: list[int]) -> None:
-        """Pair hidden states by a removal of layers; `remaining` are the indices of the student's layers before it."""
-        self._remaining = remaining
+    def layers_left(self, remaining: list[int], before: int | None) -> None:
+        """Pair hidden states by a removal of layers.
+
+        Args:
+            remaining: indices of the student's layers before the removal.
+            before: number of layers before it; None: unknown, as many as the teacher has.
+        """
+        self._remaining, self._before = remaining, before
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook that requests the outputs to compare; CompressionError for attention that is not eager."""
@@ -148,7 +154,9 @@ class Distiller:
     def _teacher_output(self, inputs: Any, kwargs: dict[str, Any]) -> Any:
         if self.teacher is None:
             raise UsageError("distillation is enabled and there is no teacher: call engine.set_teacher(model) first")
-        without_labels = {key: value for key, value in kwargs.items() if key != "labels"}
+        # a decoder behind an encoder has its inputs from the labels
+        from_labels = getattr(getattr(self.student, "config", None), "is_encoder_decoder", False)
+        without_labels = {key: value for key, value in kwargs.items() if key != "labels" or from_labels}
         was_training = self.teacher.training
         self.teacher.eval()
         try:
@@ -178,15 +186,20 @@ class Distiller:
             distance = divergence(output.logits, teacher_output.logits, section.temperature, labels)
             total = total + section.logits * distance
         if section.hidden:
-            total = total + section.hidden * self._hidden(output.hidden_states, teacher_output.hidden_states)
+            states = [_of(each, "hidden_states") for each in (output, teacher_output)]
+            total = total + section.hidden * self._hidden(*states)
         if section.attention:
-            total = total + section.attention * self._attention(output.attentions, teacher_output.attentions)
+            maps = [_of(each, "attentions") for each in (output, teacher_output)]
+            total = total + section.attention * self._attention(*maps)
         return total
 
     def _hidden(self, student: Any, teacher: Any) -> torch.Tensor:
         """Compute the mean distance of paired layers' outputs and of the first layers' inputs."""
         layers = self._layers_of_outputs(len(student) - 1, len(teacher) - 1)
         pairs = [(0, 0), *((layer + 1, teacher_layer + 1) for layer, teacher_layer in enumerate(layers))]
+        if student[0].shape != teacher[0].shape:
+            shapes = f"{tuple(student[0].shape)} and {tuple(teacher[0].shape)}"
+            raise CompressionError(f"distillation.hidden: hidden states of student and teacher differ: {shapes}")
         distance = cosine_distance if self.section.hidden_distance == "cosine" else functional.mse_loss
         return torch.stack([distance(student[a].float(), teacher[b].float()) for a, b in pairs]).mean()
 
@@ -204,8 +217,10 @@ class Distiller:
         After a removal of layers from a model as deep as the teacher, a layer is paired with the last teacher layer
         before the student's next one: what the teacher computes until there, it is to give.
         """
-        layers = self._remaining
-        if self.section.layers is not None or layers is None or len(layers) != count or layers[-1] >= teacher_count:
+        layers, ascending = self._remaining, self._remaining == sorted(self._remaining or ())
+        if self.section.layers is not None or layers is None or len(layers) != count or not ascending:
+            return self._layers(count, teacher_count)
+        if layers[-1] >= teacher_count or self._before not in (None, teacher_count):
             return self._layers(count, teacher_count)
         return [layer - 1 for layer in layers[1:]] + [teacher_count - 1]
 
@@ -237,6 +252,18 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+def _of(output: Any, name: str) -> Any:
+    """Return `hidden_states` or `attentions` of a model's output, those of the decoder if it has two parts.
+
+    Raises:
+        CompressionError: the output has neither.
+    """
+    for attribute in (name, f"decoder_{name}"):
+        if getattr(output, attribute, None) is not None:
+            return getattr(output, attribute)
+    raise CompressionError(f"distillation compares {name}, which a {type(output).__name__} does not have")
+
+
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the mean over positions of one minus the cosine (Sanh et al. 2019, section 3).
 
@@ -247,7 +274,8 @@ def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tenso
         student: fp32 [..., features].
         teacher: the same.
     """
-    return (1 - functional.cosine_similarity(student, teacher, dim=-1)).mean()
+    # eps bounds the gradient at a vector of zeros
+    return (1 - functional.cosine_similarity(student, teacher, dim=-1, eps=1e-4)).mean()
 
 
 def divergence(

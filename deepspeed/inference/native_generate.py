@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ class CallReader:
     def _penalty(self, kwargs: dict[str, Any]) -> Any:
         """Return the repetition penalty of the call; 1: none."""
         penalty = self._argument("repetition_penalty", kwargs)
-        return 1.0 if penalty is None else penalty
+        return 1.0 if penalty is None or penalty == 1 else penalty
 
     def _drawing(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not self._argument("do_sample", kwargs):
@@ -134,6 +135,8 @@ class CallReader:
             return "tokens are drawn, with torch's own random numbers"
         if self._argument("num_beams", kwargs) not in (None, 1):
             return "beams"
+        if not self._argument("do_sample", kwargs) and self._argument("num_return_sequences", kwargs) not in (None, 1):
+            return "several answers that are not drawn"
         options = {**config, **kwargs}
         known = _READ | _IDLE | (_DRAWN | _IDLE_IN_TRAINING if self._draws else set())
         others = sorted(
@@ -166,11 +169,9 @@ class CallReader:
 
     def _why_not_penalty(self, kwargs: dict[str, Any], padded: bool) -> str | None:
         penalty = self._penalty(kwargs)
-        if penalty == 1:
-            return None
-        if not isinstance(penalty, float) or not penalty > 0:
+        if not isinstance(penalty, float) or not 0 < penalty < math.inf:
             return f"repetition_penalty is {penalty!r}"
-        return "padding counts for the repetition penalty of Transformers" if padded else None
+        return "padding counts for the repetition penalty of Transformers" if padded and penalty != 1 else None
 
     @staticmethod
     def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

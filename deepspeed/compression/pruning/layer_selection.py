@@ -284,15 +284,15 @@ class Depth:
         else:
             blocks = block_list(model, section.module_name_prefix)
             self.prefix = next(name for name, module in model.named_modules() if module is blocks)
-        self._total = len(block_list(model, self.prefix))
+        self.total = len(block_list(model, self.prefix))
         self._watch: InfluenceWatch | None = None
-        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # sums over all ranks
+        self._sums = torch.zeros(2, self.total, dtype=torch.float64)  # sums over all ranks
         named, count = section.teacher_layer, section.keep_number_layer
-        if named is None and (count or 0) > self._total:
-            what = f"keep_number_layer is {count}, and {self.prefix} has {self._total} layers"
+        if named is None and (count or 0) > self.total:
+            what = f"keep_number_layer is {count}, and {self.prefix} has {self.total} layers"
             raise CompressionError(f"layer_reduction: {what}")
         self._kept = count or 0 if named is None else len(named)
-        self.over = self._kept == self._total
+        self.over = self._kept == self.total
         self._warned = False  # warned that influence is unknown
         if not self.over:
             check_layers(model, self.prefix, list(range(self._kept)) if named is None else named)
@@ -305,16 +305,16 @@ class Depth:
 
     def _announce(self) -> None:
         if self.over:
-            log_rank0(f"layer_reduction: {self.prefix} has {self._total} layers already, and none leaves")
+            log_rank0(f"layer_reduction: {self.prefix} has {self.total} layers already, and none leaves")
             return
         named = self.section.teacher_layer
         how = "picked by block influence" if named is None else f"{named} stay"
-        gone = [layer for layer in range(self._total) if named is None or layer not in named]
-        gone = gone[: self._total - self._kept]
+        gone = [layer for layer in range(self.total) if named is None or layer not in named]
+        gone = gone[: self.total - self._kept]
         marks = tuple(f"{self.prefix}.{layer}." for layer in gone)
         count = sum(shape.numel() for name, shape in shapes_of(self.model).items() if name.startswith(marks))
         log_rank0(
-            f"layer_reduction: {len(gone)} of {self._total} layers of {self.prefix} leave the engine after step "
+            f"layer_reduction: {len(gone)} of {self.total} layers of {self.prefix} leave the engine after step "
             f"{self.due} ({how}): {count:,} parameters, {4 * count / 2**20:.1f} MiB in fp32"
         )
 
@@ -352,7 +352,7 @@ class Depth:
             shown = ", ".join(f"{layer}: {value:.3f}" for layer, value in enumerate(influence))
             log_rank0(f"layer_reduction: layers {keep} stay; influence of blocks, one minus the cosine: {shown}")
             check_layers(self.model, self.prefix, keep)
-        text = f"{self._total - len(keep)} of {self._total} layers of {self.prefix}"
+        text = f"{self.total - len(keep)} of {self.total} layers of {self.prefix}"
         return Removal(layers={self.prefix: list(keep)}, text=text)
 
     def left(self) -> None:

@@ -331,25 +331,29 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("remaining", "pairs"),
+    ("remaining", "before", "pairs"),
     [
-        (None, [0, 2, 4]),  # evenly
-        ([0, 3], [0, 3, 4]),  # layers 1 and 2 left: the first one answers for them
-        ([1, 2], [0, 2, 4]),
-        ([0, 1, 2], [0, 2, 4]),  # of another model
-        ([0, 5], [0, 2, 4]),
+        (None, None, [0, 2, 4]),  # evenly
+        ([0, 3], 4, [0, 3, 4]),  # layers 1 and 2 left: the first one answers for them
+        ([0, 3], None, [0, 3, 4]),
+        ([0, 3], 8, [0, 2, 4]),  # of a model of another depth than the teacher
+        ([1, 2], 4, [0, 2, 4]),
+        ([0, 1, 2], 4, [0, 2, 4]),  # of another model
+        ([0, 5], None, [0, 2, 4]),
+        ([3, 0], 4, [0, 2, 4]),  # no order in which one answers for others
+        ([0, 5, 2], None, [0, 2, 4]),
     ],
 )
 @pytest.mark.parametrize("distance", ["squared", "cosine"])
 def test_hidden_states_are_paired_by_removed_layers(
-    remaining: list[int] | None, pairs: list[int], distance: str
+    remaining: list[int] | None, before: int | None, pairs: list[int], distance: str
 ) -> None:
     student, teacher = llama(0, 2).train(), llama(1, 4)
     section = Distillation(enabled=True, hard=0.0, logits=0.0, hidden=2.0, hidden_distance=distance)
     distiller = Distiller(student, section)
     distiller.set_teacher(teacher)
     if remaining is not None:
-        distiller.layers_left(remaining)
+        distiller.layers_left(remaining, before)
     ids = torch.arange(1, 11)[None]  # row 0 is zero, and has no direction
     result = student(input_ids=ids, labels=ids).loss
     distiller.remove()
@@ -362,6 +366,48 @@ def test_hidden_states_are_paired_by_removed_layers(
     else:
         errors = [(1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))).mean() for x, y in states]
     assert torch.allclose(result, 2 * torch.stack(errors).mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("distance", ["squared", "cosine"])
+def test_an_encoder_and_a_decoder_learn_by_the_decoders_states(distance: str) -> None:
+    model_class, settings = architecture("T5")
+    settings.decoder_start_token_id, settings.pad_token_id = 0, 0
+    settings._attn_implementation = "eager"
+    student, teacher = model_class(settings).train(), model_class(settings).eval()
+    section = Distillation(enabled=True, hard=0.0, logits=0.5, hidden=2.0, hidden_distance=distance, attention=0.1)
+    ids, labels = torch.arange(1, 9)[None], torch.arange(1, 5)[None]
+    for module in student.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = nn.Identity() if isinstance(module.dropout, nn.Module) else 0.0
+    distiller = Distiller(student, section)
+    distiller.set_teacher(teacher)
+    result = student(input_ids=ids, labels=labels).loss
+    distiller.remove()
+    call = {"input_ids": ids, "labels": labels, "output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        own, theirs = student(**call), teacher(**call)
+    states = [*zip(own.decoder_hidden_states, theirs.decoder_hidden_states, strict=True)]
+    errors = [
+        (x - y).square().mean() if distance == "squared" else (1 - nn.functional.cosine_similarity(x, y, -1)).mean()
+        for x, y in states
+    ]
+    maps = [(x - y).square().mean() for x, y in zip(own.decoder_attentions, theirs.decoder_attentions, strict=True)]
+    logs = [torch.log_softmax(each.logits, -1) for each in (own, theirs)]
+    soft = nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
+    expected = 0.5 * soft + 2 * torch.stack(errors).mean() + 0.1 * torch.stack(maps).mean()
+    assert torch.allclose(result, expected, rtol=1e-4)
+
+
+def test_hidden_states_of_another_width_are_refused() -> None:
+    student = llama(0, 2).train()
+    model_class, settings = architecture("Llama")
+    settings.hidden_size, settings.num_hidden_layers = 2 * settings.hidden_size, 2
+    distiller = Distiller(student, Distillation(enabled=True, hard=1.0, logits=0.0, hidden=1.0))
+    distiller.set_teacher(model_class(settings))
+    ids = torch.arange(1, 6)[None]
+    with pytest.raises(CompressionError, match="hidden states of student and teacher differ"):
+        student(input_ids=ids, labels=ids)
+    distiller.remove()
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,6 +148,11 @@ def test_a_repetition_penalty_is_that_of_transformers(of_model: bool, monkeypatc
     call |= {} if of_model else penalty
     own = model.generate(ids, **call)
     assert torch.equal(engine.generate(ids, **call), own) and not torch.equal(own, plain) and not warnings
+    for neutral in (1, True, np.float32(1.0), torch.tensor(1.0)):
+        assert torch.equal(engine.generate(ids, **{**call, "repetition_penalty": neutral}), plain) and not warnings
+    infinite = {**call, "repetition_penalty": math.inf}
+    assert torch.equal(engine.generate(ids, **infinite), model.generate(ids, **infinite))
+    assert "repetition_penalty is inf" in warnings.pop()
     call["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     assert torch.equal(engine.generate(ids, **call), model.generate(ids, **call))
     assert "padding counts" in warnings[0]
