@@ -171,7 +171,7 @@ class CallReader:
         penalty = self._penalty(kwargs)
         if not isinstance(penalty, float) or not 0 < penalty < math.inf:
             return f"repetition_penalty is {penalty!r}"
-        return "padding counts for the repetition penalty of Transformers" if padded and penalty != 1 else None
+        return "repetition_penalty, for which padding counts in Transformers" if padded and penalty != 1 else None
 
     @staticmethod
     def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
