@@ -215,7 +215,7 @@ class Distiller:
         """Return teacher layers by student layer for outputs.
 
         After a removal of layers from a model as deep as the teacher, a layer is paired with the last teacher layer
-        before the student's next one: what the teacher computes until there, it is to give.
+        before the student's next one, since it replaces all of them. Other pairs are those of `_layers`.
         """
         layers, ascending = self._remaining, self._remaining == sorted(self._remaining or ())
         if self.section.layers is not None or layers is None or len(layers) != count or not ascending:
@@ -267,8 +267,8 @@ def _of(output: Any, name: str) -> Any:
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the mean over positions of one minus the cosine (Sanh et al. 2019, section 3).
 
-    Hidden states of language models have a few channels with values a hundred times as large as the others; a squared
-    error consists of those channels. A cosine compares directions, as the norm that follows the state does.
+    A few channels of hidden states can be far larger than the others, and a squared error then consists of these. The
+    cosine does not depend on a state's length, nor does the norm that follows the state in most models.
 
     Args:
         student: fp32 [..., features].

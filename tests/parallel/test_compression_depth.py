@@ -276,6 +276,34 @@ def students_of_the_old_calls() -> None:
                 assert len(student.model.layers) == size
 
 
+def pairs_of_removals_before(folder: str) -> None:
+    """Hidden states are paired by layers that `init_compression` copied, or that had left before the checkpoint."""
+    from deepspeed.compression import init_compression
+
+    config = settings(2, teacher_layer=[0, 3], schedule_offset=1)
+    with engine_of(config, llama(num_hidden_layers=TOTAL)) as engine:
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+    learning = {"enabled": True, "hidden": 1.0}
+    distilled = copy.deepcopy(config)
+    distilled["compression_training"]["distillation"] = learning
+    alone = {**distilled, "compression_training": {"distillation": learning}}
+    student = init_compression(llama(num_hidden_layers=2), distilled, teacher_model=llama(num_hidden_layers=TOTAL))
+    resumed = [(alone, llama(num_hidden_layers=size), True) for size in (TOTAL, 2)]
+    for block, module, loads in ((distilled, student, False), *resumed):
+        with engine_of(block, module) as engine:
+            if loads:
+                engine.load_checkpoint(folder)
+            engine.set_teacher(llama(num_hidden_layers=TOTAL))
+            train(engine, range(1))
+            distiller = engine._state.compression.distiller
+            assert distiller._layers_of_outputs(2, TOTAL) == [2, 3] != distiller._layers(2, TOTAL)
+
+
+def test_hidden_states_are_paired_by_removals_before(workers: Any, tmp_path: Path) -> None:
+    workers(2).run(pairs_of_removals_before, str(tmp_path), timeout=60)
+
+
 def teachers_of_the_old_calls() -> None:
     """Programs make an engine over the teacher with the student's JSON: no layer leaves the teacher."""
     from deepspeed.compression import init_compression
